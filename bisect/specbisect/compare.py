@@ -35,10 +35,10 @@ class Verdict:
 
 def compare(vanilla: ArmResult, speculative: ArmResult) -> Verdict:
     """The verdict on one case, outcomes as in the README's table."""
-    for result in (vanilla, speculative):
-        if isinstance(result, Failure):
-            return Verdict("failed", reason=f"{result.arm} arm, {result.stage}: {result.reason}")
-    assert isinstance(vanilla, Trace) and isinstance(speculative, Trace)
+    if isinstance(vanilla, Failure):
+        return Verdict("failed", reason=f"vanilla arm, {vanilla.stage}: {vanilla.reason}")
+    if isinstance(speculative, Failure):
+        return Verdict("failed", reason=f"speculative arm, {speculative.stage}: {speculative.reason}")
     if reason := _incomparable(vanilla, speculative):
         return Verdict("invalid", reason=reason)
 

@@ -99,9 +99,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An arm that gave no trace: where it stopped, why, and the last lines the library printed."""
+    """A call that gave no result: where it stopped, why, and the last lines the library printed."""
 
-    arm: ArmName
     stage: str
     reason: str
     log: tuple[str, ...] = field(default=(), compare=False)

@@ -1,0 +1,1 @@
+"""llama.cpp itself: the library, its model files and vocabularies. Knows nothing of speculation."""
