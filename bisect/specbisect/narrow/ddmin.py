@@ -9,7 +9,7 @@ stopped.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -32,8 +32,8 @@ class Reason(StrEnum):
     ABSENT = "the whole input does not show it"
 
 
-class OutOfBudget(Exception):  # noqa: N818 - a signal from a test to its search, not an error
-    """Raised by a test that may not run any more; ends the search, which returns its best."""
+class OutOfBudget(Exception):
+    """Raised by a test that may not run any more: a signal to its search, not an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Minimised(Generic[T]):
 
     @property
     def minimal(self) -> bool:
-        """Whether `items` is proved 1-minimal: without any one of them, it is not shown."""
+        """Whether `items` is proved 1-minimal: without any one of them, no test said STILL."""
         return self.reason is Reason.COMPLETE
 
     @property
@@ -210,7 +210,7 @@ def cut_after(is_end: Callable[[T], bool]) -> Cut[T]:
     def cut(items: Subset[T]) -> Sequence[Subset[T]]:
         ends = [at + 1 for at, item in enumerate(items) if is_end(item)]
         bounds = [0, *ends, len(items)]
-        return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+        return [items[a:b] for a, b in pairwise(bounds) if a < b]
 
     return cut
 
@@ -243,7 +243,7 @@ def _minimise(pieces: Sequence[Subset[T]], still: Callable[[Iterable[Subset[T]]]
 def _pass(
     chunks: list[tuple[Subset[T], ...]], still: Callable[[Iterable[Subset[T]]], bool]
 ) -> list[tuple[Subset[T], ...]]:
-    """One round at one granularity: some chunk alone, or else what is left when none is spared."""
+    """One round at one granularity: one chunk alone or, failing that, without those not needed."""
     if len(chunks) > 1:
         for chunk in chunks:
             if still(chunk):
