@@ -3,6 +3,9 @@
 Only `cli` turns them into text and exit codes. Any other exception is a defect of specbisect itself.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class SpecbisectError(Exception):
     """Base of everything specbisect raises on purpose; `exit_code` is what the command exits with."""
@@ -29,3 +32,10 @@ class EngineFault(SpecbisectError):
 
     def __reduce__(self) -> tuple[type["EngineFault"], tuple[str, str]]:
         return type(self), (self.stage, self.reason)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The mend of a misspelt name, for the end of a message: the nearest of `known`, else all of them."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; choose one of {', '.join(known)}"

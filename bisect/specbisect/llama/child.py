@@ -43,7 +43,8 @@ def call(stage: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
         except EngineFault as fault:
             raise EngineFault(fault.stage, fault.reason + _last_words(log.name)) from None
         finally:
-            future.cancel()  # an interrupted caller does not wait for the end
+            # An interrupted caller does not wait for the end.
+            future.cancel()  # type: ignore[no-untyped-call]  # pebble leaves it bare
 
 
 def redirect(path: str) -> None:
