@@ -32,10 +32,11 @@ class Model:
     """A GGUF named by its content.
 
     `identity` is ``sha256:<hex>`` of a file, or ``quantize:<sha256 of base>:<type>:<library build>`` of a file that
-    can be made. `path` is where it lies on this machine; it takes no part in equality or keys.
+    can be made. `name` is what people call it and `path` where it lies on this machine; neither takes part in
+    equality or keys.
     """
 
-    name: str
+    name: str = field(compare=False)
     quant: str
     identity: str
     path: str = field(default="", compare=False)
@@ -198,8 +199,8 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """16 hex digits that name this configuration by content; paths take no part."""
-        return digest(self.to_json())
+        """16 hex digits that name this configuration by content; names and paths of models take no part."""
+        return digest(_without(asdict(self), "name", "path"))
 
     @property
     def vanilla(self) -> Self:
@@ -213,9 +214,7 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON without paths, so that it is the same on every machine."""
-        value: dict[str, Any] = asdict(self)
-        _drop_paths(value)
-        return value
+        return _without(asdict(self), "path")
 
     def problems(self) -> Iterator[str]:
         """Why this cell cannot run, one sentence each; nothing when it can."""
@@ -285,8 +284,8 @@ CASE = TypeAdapter(Case)
 """JSON both ways (with paths), for the run directory."""
 
 
-def _drop_paths(value: dict[str, Any]) -> None:
-    value.pop("path", None)
-    for inner in value.values():
-        if isinstance(inner, dict):
-            _drop_paths(inner)
+def _without(value: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """`value` without `keys`, at any depth of nested tables."""
+    return {
+        k: _without(v, *keys) if isinstance(v, dict) else v for k, v in value.items() if k not in keys
+    }
