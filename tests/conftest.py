@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import build_cache
 import fetch_model
 import llama_build
 import make_tiny_model
-from specbisect.llama import library
+from specbisect.llama import library, quantize
 
 
-def quantize(source: Path, target: Path, quant: str) -> None:
-    """Straight through the C API: tests of the product's own quantising need something to compare with."""
+def convert(source: Path, target: Path, quant: str) -> None:
+    """Quantise straight over the C API: tests of specbisect's own quantising need something to compare with."""
     lib = library.load()
     params = lib.llama_model_quantize_default_params()
     params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{quant}")
@@ -41,7 +40,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
             make_tiny_model.make(kind, base, **options)
         path = directory / f"{name}-{quant}.gguf"
         if not path.exists():
-            quantize(base, path, quant)
+            convert(base, path, quant)
         return path
 
     return tiny
@@ -62,14 +61,8 @@ def gemma3() -> Path:
 @pytest.fixture(scope="session")
 def ladder(smollm2: Path) -> Callable[[str], Path]:
     """Path of SmolLM2 at a given type: ``ladder("Q4_K_M")``; all are made from the same BF16."""
-    directory = build_cache.cache_directory() / "ladder" / library.build().replace("/", "_")
-
-    def rung(quant: str) -> Path:
-        source = smollm2 if quant == "BF16" else rung("BF16")
-        path = directory / f"{quant}.gguf"
-        return build_cache.cached(path, lambda made: quantize(source, made, quant))
-
-    return rung
+    bf16 = quantize.quantize(smollm2, "BF16")
+    return lambda quant: quantize.quantize(bf16, quant)
 
 
 @pytest.fixture(scope="session")
