@@ -13,13 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TAIL_LINES = 25
 SECONDS_BETWEEN_LINES = 30
 NETWORK = re.compile(
-    r"NewConnectionError|name resolution|Connection refused|No route to host|ConnectTimeout"
+    r"NewConnectionError|name resolution|Connection refused|ConnectTimeout|from versions: none"
 )
 COUNTER = re.compile(r"^\s*\[\s*(\d+/\d+|\d+%)\]")
 
@@ -102,7 +102,8 @@ def run(
                 out.write(line)
                 progress.saw(line.decode(errors="replace"))
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise
         finally:
             progress.close()
