@@ -86,7 +86,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     progress = _Progress(doing)
     with (
-        log.open("wb") as out,
+        log.open("wb", buffering=0) as out,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
