@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -33,7 +34,7 @@ def bug() -> None:
 
 def abort() -> None:
     for i in range(30):
-        print(f"line {i}")
+        sys.stdout.write(f"line {i}\n")
     os.write(2, b"GGML_ASSERT(n_tokens <= n_batch) failed\n")
     stage.report("verify 12")
     os.abort()
@@ -73,6 +74,6 @@ def dies_when_idle() -> int:
 def with_child() -> int:
     """Starts a process of its own, as the server engine does, and crashes."""
     child = os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ)
-    print(child)
+    sys.stdout.write(f"{child}\n")
     os.kill(os.getpid(), signal.SIGKILL)
     return child

@@ -274,6 +274,7 @@ def _start(parent: int, log: Path, state: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    sys.stdout = os.fdopen(1, "w", buffering=1)  # by lines: a buffer is lost in a crash
 
     with state.open("r+b") as file:
         view = mmap.mmap(file.fileno(), _STATE_BYTES)
@@ -294,5 +295,3 @@ def _call(call: Callable[..., T], args: tuple[object, ...]) -> T:
         raise
     except BaseException:
         raise WorkerBug(traceback.format_exc()) from None
-    finally:
-        sys.stdout.flush()

@@ -74,7 +74,7 @@ def test_the_last_lines_printed_are_kept_and_only_those_of_this_call(workers):
 
 
 def test_bad_input_is_raised_as_it_is(workers):
-    with pytest.raises(BadInput, match="^the prompt is longer than n_ctx; shorten it$"):
+    with pytest.raises(BadInput, match=r"^the prompt is longer than n_ctx; shorten it$"):
         workers.submit(fakes.bad_input).result()
 
 
