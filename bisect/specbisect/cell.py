@@ -27,6 +27,12 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def without(value: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """`value` without `keys`, at any depth of nested tables."""
+    kept = {k: v for k, v in value.items() if k not in keys}
+    return {k: without(v, *keys) if isinstance(v, dict) else v for k, v in kept.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A GGUF named by its content.
@@ -160,7 +166,12 @@ def _axis(
 ) -> Any:
     return field(
         default=default,
-        metadata={"why": why, "only": frozenset(only.split()), "minimum": minimum, "values": values},
+        metadata={
+            "why": why,
+            "only": frozenset(only.split()),
+            "minimum": minimum,
+            "values": values,
+        },
     )
 
 
@@ -174,22 +185,31 @@ class Cell:
     n_batch: int = _axis(2048, "llama.cpp's default; larger than any verify batch", minimum=1)
     n_ubatch: int = _axis(512, "llama.cpp's default; a verify batch is one micro-batch", minimum=1)
     n_parallel: int = _axis(1, "one sequence in a batch", only="libllama server", minimum=1)
-    kv_unified: bool = _axis(False, "llama.cpp's default", only="libllama server", values=(False, True))
-    n_ctx: int = _axis(2048, "holds prompt and answer; 0 (from the model) may ask for 128k cells", minimum=0)
+    kv_unified: bool = _axis(
+        False, "llama.cpp's default", only="libllama server", values=(False, True)
+    )
+    n_ctx: int = _axis(
+        2048, "holds prompt and answer; 0 (from the model) may ask for 128k cells", minimum=0
+    )
     n_threads: int = _axis(0, "0 is every physical core", minimum=0)
     n_threads_batch: int = _axis(0, "0 is the same as n_threads", minimum=0)
     flash_attn: FlashAttn = _axis("auto", "llama.cpp's default", values=get_args(FlashAttn))
     type_k: CacheType = _axis("f16", "llama.cpp's default", values=get_args(CacheType))
     type_v: CacheType = _axis("f16", "llama.cpp's default", values=get_args(CacheType))
     swa_full: bool = _axis(False, "llama-server's default", values=(False, True))
-    n_gpu_layers: int = _axis(-1, "llama.cpp's default: every layer that fits; no effect without a GPU")
+    n_gpu_layers: int = _axis(
+        -1, "llama.cpp's default: every layer that fits; no effect without a GPU"
+    )
     split_mode: SplitMode = _axis("layer", "llama.cpp's default", values=get_args(SplitMode))
     op_offload: bool = _axis(True, "llama.cpp's default", values=(True, False))
     use_extra_bufts: bool = _axis(
         True, "llama.cpp's default: repacked weights", only="libllama server", values=(True, False)
     )
     cache_prompt: bool = _axis(
-        False, "every request starts from an empty memory", only="server binding", values=(False, True)
+        False,
+        "every request starts from an empty memory",
+        only="server binding",
+        values=(False, True),
     )
     ignore_eos: bool = _axis(False, "a case ends where its text ends", values=(False, True))
     n_predict: int = _axis(96, "long enough for most forks", minimum=1)
@@ -200,7 +220,7 @@ class Cell:
     @property
     def key(self) -> str:
         """16 hex digits that name this configuration by content; names and paths of models take no part."""
-        return digest(_without(asdict(self), "name", "path"))
+        return digest(without(asdict(self), "name", "path"))
 
     @property
     def vanilla(self) -> Self:
@@ -214,7 +234,7 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON without paths, so that it is the same on every machine."""
-        return _without(asdict(self), "path")
+        return without(asdict(self), "path")
 
     def problems(self) -> Iterator[str]:
         """Why this cell cannot run, one sentence each; nothing when it can."""
@@ -245,7 +265,12 @@ def _drafter_problems(engine: EngineName, drafter: Drafter) -> Iterator[str]:
 
 AXES: dict[str, Axis] = {
     f.name: Axis(
-        f.name, f.default, f.metadata["why"], f.metadata["only"], f.metadata["minimum"], f.metadata["values"]
+        f.name,
+        f.default,
+        f.metadata["why"],
+        f.metadata["only"],
+        f.metadata["minimum"],
+        f.metadata["values"],
     )
     for f in fields(Cell)
     if "why" in f.metadata
@@ -282,10 +307,3 @@ class Case:
 
 CASE = TypeAdapter(Case)
 """JSON both ways (with paths), for the run directory."""
-
-
-def _without(value: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """`value` without `keys`, at any depth of nested tables."""
-    return {
-        k: _without(v, *keys) if isinstance(v, dict) else v for k, v in value.items() if k not in keys
-    }

@@ -38,7 +38,9 @@ def compare(vanilla: ArmResult, speculative: ArmResult) -> Verdict:
     if isinstance(vanilla, Failure):
         return Verdict("failed", reason=f"vanilla arm, {vanilla.stage}: {vanilla.reason}")
     if isinstance(speculative, Failure):
-        return Verdict("failed", reason=f"speculative arm, {speculative.stage}: {speculative.reason}")
+        return Verdict(
+            "failed", reason=f"speculative arm, {speculative.stage}: {speculative.reason}"
+        )
     if reason := _incomparable(vanilla, speculative):
         return Verdict("invalid", reason=reason)
 
@@ -59,7 +61,9 @@ def compare(vanilla: ArmResult, speculative: ArmResult) -> Verdict:
         return at.verdict("agree")
     if fork == compared:
         shorter = "vanilla" if len(vanilla.ids) == compared else "speculative"
-        return at.verdict("length", f"the {shorter} arm ends after {compared} tokens, the other goes on")
+        return at.verdict(
+            "length", f"the {shorter} arm ends after {compared} tokens, the other goes on"
+        )
     return at.verdict("fork")
 
 

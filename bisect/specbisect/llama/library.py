@@ -6,28 +6,39 @@ import os
 import platform
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import cpuinfo
 import llama_cpp
 import psutil
+import xxhash
 
 LOG_LINES = 200
 ENVIRONMENT = re.compile(r"^(GGML|LLAMA|OMP|CUDA|HIP|ROCR|VK)_[A-Z0-9_]+$")
 """Environment variables that can change results; every other one stays out of traces and reports."""
 
+_DEBUG, _CONTINUED = 1, 5  # enum ggml_log_level
+
 _log: deque[str] = deque(maxlen=LOG_LINES)
+_listeners: list[list[str]] = []
 _partial = ""
+_level = _DEBUG
 
 
 @llama_cpp.llama_log_callback
-def _catch(_level: int, text: bytes, _user: ctypes.c_void_p) -> None:
-    global _partial
+def _catch(level: int, text: bytes, _user: ctypes.c_void_p) -> None:
+    global _partial, _level
+    _level = _level if level == _CONTINUED else level
+    if _level <= _DEBUG:
+        return
     *lines, _partial = (_partial + text.decode("utf-8", "replace")).split("\n")
     for line in lines:
         _log.append(line)
+        for heard in _listeners:
+            heard.append(line)
         os.write(2, line.encode() + b"\n")
 
 
@@ -48,6 +59,23 @@ def log_tail(n: int = 20) -> tuple[str, ...]:
     return tuple(_log)[-n:]
 
 
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """A list that receives every line the library prints inside the block."""
+    heard: list[str] = []
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.remove(heard)
+
+
+@functools.cache
+def cores() -> int:
+    """Physical cores of this machine; what 0 threads means."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
 def directory() -> Path:
     """Where the shared libraries of this build lie (``LLAMA_CPP_LIB_PATH`` if set)."""
     return Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
@@ -56,8 +84,6 @@ def directory() -> Path:
 @functools.cache
 def build() -> str:
     """What identifies this build: version, compiled-in features and a digest of the library files."""
-    import xxhash
-
     state = xxhash.xxh3_64()
     for path in sorted(directory().glob("lib*")):
         state.update(path.read_bytes())
@@ -74,7 +100,7 @@ def environment() -> Mapping[str, Any]:
         "cpu": cpuinfo.get_cpu_info().get("brand_raw", platform.processor()),
         "machine": platform.machine(),
         "os": f"{platform.system()} {platform.release()}",
-        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "devices": _devices(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)},
@@ -82,7 +108,9 @@ def environment() -> Mapping[str, Any]:
 
 
 def _devices() -> list[str]:
-    base = ctypes.CDLL(next(str(p) for p in directory().glob("*ggml-base*")), mode=ctypes.RTLD_GLOBAL)
+    base = ctypes.CDLL(
+        next(str(p) for p in directory().glob("*ggml-base*")), mode=ctypes.RTLD_GLOBAL
+    )
     ggml = ctypes.CDLL(next(str(p) for p in directory().glob("libggml.*")))
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
