@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specbisect import stage
 from specbisect.cell import digest
 from specbisect.errors import BadInput, EngineFault
 from specbisect.llama import child, files, library, types
@@ -98,7 +99,7 @@ def make(wanted: Recipe, *, n_threads: int = 0, progress: Progress | None = None
         return path
     if progress:
         progress(wanted, "started")
-    child.call("quantize", _make, wanted, path, n_threads)
+    child.call(_make, wanted, path, n_threads)
     if progress:
         progress(wanted, "finished")
     return path
@@ -106,7 +107,7 @@ def make(wanted: Recipe, *, n_threads: int = 0, progress: Progress | None = None
 
 def sizes(recipes: Sequence[Recipe]) -> list[int]:
     """Bytes of each recipe's weights, as the quantiser itself reckons them without writing anything."""
-    return child.call("quantize", _sizes, tuple(recipes)) if recipes else []
+    return child.call(_sizes, tuple(recipes)) if recipes else []
 
 
 def check_space(needed: int) -> None:
@@ -133,6 +134,8 @@ def _make(wanted: Recipe, path: Path, n_threads: int) -> None:
         with _locked(path.parent / "lock"):
             if path.exists():
                 return
+            if files.sha256(wanted.base) != wanted.base_sha256:
+                raise BadInput(f"{wanted.base} changed while the run was planned; start again")
             check_space(_dry_run(wanted))
             partial = path.with_suffix(".partial")
             try:
@@ -167,6 +170,7 @@ def _dry_run(wanted: Recipe) -> int:
 
 def _run(wanted: Recipe, out: Path, n_threads: int, *, dry_run: bool = False) -> str:
     """Run the quantiser in this process; what it printed."""
+    stage.report("quantize")
     lib = library.load()
     params = lib.llama_model_quantize_default_params()
     params.ftype = types.file_type(wanted.type)

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from specbisect import stage
 from specbisect.errors import EngineFault
 from specbisect.llama import library
 
@@ -85,6 +86,7 @@ class Vocab:
 @contextmanager
 def open_vocab(path: str | Path) -> Iterator[Vocab]:
     """The vocabulary of the GGUF at `path`, without its weights. Raises `EngineFault` at stage ``load``."""
+    stage.report("load")
     lib = library.load()
     params = lib.llama_model_default_params()
     params.vocab_only = True
