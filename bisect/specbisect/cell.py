@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import TypeAdapter
 
+from specbisect.fault import Fault
+
 EngineName = Literal["libllama", "binding", "server"]
 FlashAttn = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row"]
@@ -289,20 +291,23 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A cell and a prompt: the unit of work."""
+    """A cell and a prompt: the unit of work. `fault` is planted on purpose, to try the tool itself."""
 
     cell: Cell
     prompt: Prompt
+    fault: Fault | None = None
 
     @property
     def key(self) -> str:
         """16 hex digits that name this case by content."""
-        return digest([self.cell.key, asdict(self.prompt)])
+        planted = [] if self.fault is None else [asdict(self.fault)]
+        return digest([self.cell.key, asdict(self.prompt), *planted])
 
     @property
     def vanilla(self) -> Self:
         """The case of the vanilla arm, shared by every drafter of the same target and settings."""
-        return replace(self, cell=self.cell.vanilla)
+        backend = self.fault if self.fault is not None and self.fault.in_kernel else None
+        return replace(self, cell=self.cell.vanilla, fault=backend)
 
 
 CASE = TypeAdapter(Case)

@@ -37,5 +37,5 @@ class EngineFault(SpecbisectError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The mend of a misspelt name, for the end of a message: the nearest of `known`, else all of them."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.55)
     return f"; did you mean {' or '.join(near)}?" if near else f"; choose one of {', '.join(known)}"

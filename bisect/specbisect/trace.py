@@ -67,9 +67,9 @@ class Trace:
     """What one arm did.
 
     Per generated token, in order: `ids`, `pieces` (its bytes, one latin-1 character each), and where the engine can
-    give them `digests` (64 bits of the raw float32 logits row the token was taken from, as hex), `runners_up` (id of
-    the second-best logit) and `margins` (best minus second-best logit). Engines that cannot see logits leave those
-    three empty. `nonfinite` lists the indices whose row held a NaN or infinity. `cycles` is empty for a vanilla arm
+    give them, read off the token's own row of logits whatever the arm made of it: `digests` (64 bits of the raw
+    float32 row, as hex), `best` (its argmax, which greedy decoding must emit), `runners_up` (id of the second-best
+    logit) and `margins` (best minus second-best logit). Engines that cannot see logits leave those four empty. `nonfinite` lists the indices whose row held a NaN or infinity. `cycles` is empty for a vanilla arm
     and where an engine does not show them; `drafted` and `accepted` are totals all the same. `resolved` is what
     the engine made of the settings asked for, `unhonoured` names those it did not follow, `provenance` says which
     library, machine and model files produced this.
@@ -81,6 +81,7 @@ class Trace:
     finish: Finish
     pieces: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
+    best: tuple[int, ...] = ()
     runners_up: tuple[int, ...] = ()
     margins: tuple[float, ...] = ()
     nonfinite: tuple[int, ...] = ()

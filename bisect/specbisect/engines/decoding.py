@@ -26,6 +26,7 @@ class Recorder:
     context: Context
     n_predict: int
     ignore_eos: bool
+    ids: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     finish: Finish | None = None
     banned: npt.NDArray[np.intp] | None = None
@@ -34,21 +35,17 @@ class Recorder:
         if self.ignore_eos:  # llama.cpp's meaning: end-of-generation tokens cannot be chosen
             self.banned = np.asarray(self.context.model.vocab.end_tokens, dtype=np.intp)
 
-    @property
-    def ids(self) -> list[int]:
-        """The tokens generated so far."""
-        return [choice.token for choice in self.choices]
-
     def read(self, row: Logits) -> Choice:
         """The greedy choice of `row`, end-of-generation tokens barred where they are to be ignored."""
         return choose(row, self.banned)
 
-    def emit(self, choice: Choice) -> None:
-        """One more token. Call only while `finish` is None."""
+    def emit(self, token: int, choice: Choice) -> None:
+        """One more token, and what its own row says. Call only while `finish` is None."""
+        self.ids.append(token)
         self.choices.append(choice)
-        if choice.token in self.context.model.vocab.end_tokens and not self.ignore_eos:
+        if token in self.context.model.vocab.end_tokens and not self.ignore_eos:
             self.finish = "eog"
-        elif len(self.choices) >= self.n_predict:
+        elif len(self.ids) >= self.n_predict:
             self.finish = "length"
 
     def fits(self, position: int) -> bool:
@@ -67,13 +64,31 @@ def read_prompt(context: Context, prompt: Sequence[int]) -> Logits:
 
 def vanilla(context: Context, prompt: Sequence[int], recorder: Recorder) -> None:
     """Greedy decoding, one token at a time."""
-    recorder.emit(recorder.read(read_prompt(context, prompt)))
+    choice = recorder.read(read_prompt(context, prompt))
+    recorder.emit(choice.token, choice)
     while recorder.finish is None:
-        position = len(prompt) + len(recorder.choices) - 1
+        position = len(prompt) + len(recorder.ids) - 1
         if recorder.fits(position):
-            stage.report(f"decode {len(recorder.choices)}")
-            row = context.evaluate(rows_of([recorder.choices[-1].token], position))[0]
-            recorder.emit(recorder.read(row))
+            stage.report(f"decode {len(recorder.ids)}")
+            choice = recorder.read(context.evaluate(rows_of(recorder.ids[-1:], position))[0])
+            recorder.emit(choice.token, choice)
+
+
+class Rows:
+    """The rows of a verify batch, each read once and only when asked for."""
+
+    def __init__(self, logits: Logits, recorder: Recorder) -> None:
+        self.logits = logits
+        self._recorder = recorder
+        self._read: dict[int, Choice] = {}
+
+    def __getitem__(self, index: int) -> Choice:
+        if index not in self._read:
+            self._read[index] = self._recorder.read(self.logits[index])
+        return self._read[index]
+
+    def __len__(self) -> int:
+        return len(self.logits)
 
 
 class Speculative:
@@ -95,7 +110,7 @@ class Speculative:
         self.history = list(prompt)
         first = self.recorder.read(read_prompt(self.context, prompt))
         self.drafter.begin(prompt)
-        self.commit([first])
+        self.commit([first.token], [first])
         while self.recorder.finish is None:
             base = len(self.history) - 1
             if self.recorder.fits(base):
@@ -111,12 +126,14 @@ class Speculative:
         stage.report(f"verify {number}")
         if len(batch) > 1:
             self.memory.mark()
-        rows = self.verify(base, batch)
+        rows = Rows(self.verify(base, batch), self.recorder)
         verified = time.perf_counter()
-        accepted, choices = self.accept(batch, rows)
+        tokens = self.accept(batch, rows)
+        accepted = len(tokens) - 1
+        choices = [rows[i] for i in range(len(tokens))]
         stage.report(f"rollback {number}")
         redecoded = self.roll_back(base, batch, accepted)
-        self.commit(choices)
+        self.commit(tokens, choices)
         rolled_back = time.perf_counter()
         if self.recorder.finish is None:
             self.drafter.verified(base, batch, accepted)
@@ -135,7 +152,7 @@ class Speculative:
 
     def draft(self, base: int) -> list[int]:
         """What the drafter proposes; llama-server's limits (get_n_draft_max): the answer's and the context's rest."""
-        left = self.recorder.n_predict - len(self.recorder.choices) - 1
+        left = self.recorder.n_predict - len(self.recorder.ids) - 1
         limit = min(left, self.context.n_ctx_seq - base - 2)
         return self.drafter.draft(self.history, limit) if limit > 0 else []
 
@@ -143,23 +160,20 @@ class Speculative:
         """The target's logits after each row of the batch, shape (width, n_vocab)."""
         return self.context.evaluate(rows_of(batch, base))
 
-    def accept(self, batch: Sequence[int], rows: Logits) -> tuple[int, list[Choice]]:
-        """The longest drafted prefix that the target would have chosen itself, and its own next token.
-
-        Returns how many drafted tokens are accepted, and the choices to commit, one more than that.
-        """
-        choices = [self.recorder.read(rows[0])]
-        while len(choices) < len(batch) and choices[-1].token == batch[len(choices)]:
-            choices.append(self.recorder.read(rows[len(choices)]))
-        return len(choices) - 1, choices
+    def accept(self, batch: Sequence[int], rows: Rows) -> list[int]:
+        """The tokens to commit: the longest drafted prefix the target would have chosen, and its own next token."""
+        tokens = [rows[0].token]
+        while len(tokens) < len(batch) and tokens[-1] == batch[len(tokens)]:
+            tokens.append(rows[len(tokens)].token)
+        return tokens
 
     def roll_back(self, base: int, batch: Sequence[int], accepted: int) -> int:
         """Remove rejected tokens from the memory; how many rows had to be decoded again."""
         return self.memory.keep(base, batch, accepted)
 
-    def commit(self, choices: Sequence[Choice]) -> None:
-        """Append choices to the answer, none past its end."""
-        for choice in choices:
+    def commit(self, tokens: Sequence[int], choices: Sequence[Choice]) -> None:
+        """Append tokens to the answer, none past its end."""
+        for token, choice in zip(tokens, choices, strict=True):
             if self.recorder.finish is None:
-                self.recorder.emit(choice)
-                self.history.append(choice.token)
+                self.recorder.emit(token, choice)
+                self.history.append(token)

@@ -168,10 +168,11 @@ def trace_of(
     return Trace(
         arm="vanilla" if case.cell.drafter is None else "speculative",
         prompt_ids=tuple(prompt),
-        ids=tuple(c.token for c in choices),
+        ids=tuple(recorder.ids),
         finish=recorder.finish or "length",
-        pieces=tuple(vocab.piece(c.token).decode("latin-1") for c in choices),
+        pieces=tuple(vocab.piece(token).decode("latin-1") for token in recorder.ids),
         digests=tuple(c.digest for c in choices),
+        best=tuple(c.token for c in choices),
         runners_up=tuple(c.runner_up for c in choices),
         margins=tuple(c.margin for c in choices),
         nonfinite=tuple(i for i, c in enumerate(choices) if not c.finite),
