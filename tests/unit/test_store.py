@@ -127,6 +127,7 @@ def test_a_row_shows_the_case_its_verdict_and_its_drafts(store):
     assert (row.compared, row.margin, row.reason) == (2, 1 / 3, "")
     assert (row.drafted, row.accepted, row.rejected, row.cycles) == (4, 3, 1, 2)
     assert row.resolved == {"flash_attn": "on", "n_ctx": 2048}
+    assert row.cell == CELL
 
 
 def test_a_case_whose_vanilla_arm_failed_has_a_row_without_its_speculative_arm(store):

@@ -232,14 +232,17 @@ class Store:
             where.append(f"{COLUMNS[name]} IN ({', '.join('?' * len(options))})")
             values += options
         condition = f" WHERE {' AND '.join(where)}" if where else ""
+        cells: dict[str, Cell] = {}
         settings: dict[str | None, Mapping[str, Any]] = {None: {}}
-        for *shown, resolved in self._rows(
+        for *shown, cell, resolved in self._rows(
             f"SELECT {', '.join(COLUMNS.values())} FROM cases{condition} ORDER BY ordinal", *values
         ):
+            if cell not in cells:
+                with directory.faults(self.path):
+                    cells[cell] = _CELL.validate_json(self._shared(cell))
             if resolved not in settings:
-                (text,) = self._one("SELECT json FROM shared WHERE digest = ?", resolved)
-                settings[resolved] = json.loads(text)
-            yield Row(*(*shown, settings[resolved]))
+                settings[resolved] = json.loads(self._shared(resolved))
+            yield Row(*(*shown, cells[cell], settings[resolved]))
 
     # Findings and searches
 
@@ -311,6 +314,10 @@ class Store:
             text,
         )
         return key
+
+    def _shared(self, key: str) -> str:
+        (text,) = self._one("SELECT json FROM shared WHERE digest = ?", key)
+        return str(text)
 
     def _begun(self) -> bool:
         (application,) = self._one("PRAGMA application_id")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from specbisect.cell import Cell
 from specbisect.compare import Outcome
 from specbisect.trace import Counters
 
@@ -77,6 +78,7 @@ class Row:
     drafted: int
     accepted: int
     cycles: int
+    cell: Cell
     resolved: Mapping[str, Any]
 
     @property
