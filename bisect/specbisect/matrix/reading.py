@@ -91,6 +91,8 @@ def _explain(table: Any, loc: Loc, error: Any) -> str:
         return f"{shown} leaves no cell; give at least one value"
     if kind == "value_error":
         return f"{shown}: {context['error']}" if loc else str(context["error"])
+    if kind == "list_type" and isinstance(value, dict):
+        return f"{shown} has the wrong type; give a list of tables, [[{key}]]"
     if kind in _WANTED:
         return f"{shown} has the wrong type; give {_WANTED[kind]}"
     return f"{shown}: {error['msg']}"
