@@ -66,12 +66,9 @@ def test_pieces_longer_than_any_buffer_are_whole(tiny_models: Tiny, tmp_path: Pa
     content = tiny_models().read_bytes()
     entry = len(b"</s>").to_bytes(8, "little") + b"</s>"
     longer = content.replace(entry, len(word).to_bytes(8, "little") + word)
-    padding = (
-        -(len(longer) - len(content)) % 32
-    )  # tensors stay aligned: their data moves by whole blocks
     assert longer != content
     path = tmp_path / "m.gguf"
-    path.write_bytes(longer + bytes(padding + 32))
+    path.write_bytes(longer + bytes(64))  # the tensors begin further on
     with open_vocab(path) as opened:
         assert opened.piece(tiny.EOS) == word
 
