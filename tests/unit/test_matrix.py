@@ -29,6 +29,7 @@ from specbisect.cell import (
 from specbisect.errors import BadInput
 from specbisect.llama import files
 from specbisect.matrix import Overrides, Plan
+from specbisect.matrix.product import parameter
 from specbisect.matrix.values import expand
 
 DEFECTS = Path(__file__).parents[1] / "cases" / "matrix"
@@ -200,22 +201,22 @@ def test_an_excluded_cell_may_be_impossible_and_says_why(plan: Callable[..., Pla
     assert reason == "matches exclude[0]; n_ubatch = 512 is larger than n_batch = 8; lower n_ubatch"
 
 
-def test_include_adds_what_exclude_drops_with_defaults(plan: Callable[..., Plan]) -> None:
+def test_include_adds_what_exclude_drops(plan: Callable[..., Plan]) -> None:
     made = plan(
         n_predict=32,
         axes={"n_ubatch": [512, 8], "n_ctx": 1024},
         exclude=[{"n_ubatch": 8}],
         include=[
             {"n_ubatch": 8, "drafter": {"method": "self", "n_max": [1, 2]}},
-            {"n_ubatch": [8, 512], "n_ctx": 1024},
+            {"n_batch": [512, 2048]},
         ],
     )
-    summary = [(c.n_ubatch, c.n_ctx, c.n_predict, c.drafter) for c in made.cells()]
+    summary = [(c.n_ubatch, c.n_batch, c.n_ctx, c.n_predict, c.drafter) for c in made.cells()]
     assert summary == [
-        (512, 1024, 32, SelfDraft(3)),
-        (8, 2048, 32, SelfDraft(1)),
-        (8, 2048, 32, SelfDraft(2)),
-        (8, 1024, 32, SelfDraft(3)),
+        (512, 2048, 1024, 32, SelfDraft(3)),
+        (8, 2048, 1024, 32, SelfDraft(1)),
+        (8, 2048, 1024, 32, SelfDraft(2)),
+        (512, 512, 1024, 32, SelfDraft(3)),
     ]
     assert made.counts.duplicates == 1  # the second include repeats the one cell that is left
 
@@ -306,9 +307,14 @@ class TestOverrides:
         (recipe,) = made.recipes.values()
         assert recipe.base == target
 
-    def test_drafters_replace_drafters(self, plan: Callable[..., Plan]) -> None:
+    def test_drafters_replace_drafters(
+        self, plan: Callable[..., Plan], tiny_models: Tiny, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         made = plan(Overrides(drafters=({"method": "ngram-simple", "size_n": "1..2"},)))
         assert made.drafters == (NgramSimple(1), NgramSimple(2))
+        monkeypatch.chdir(tiny_models().parent)
+        made = plan(Overrides(drafters=({"method": "draft-model", "model": tiny_models().name},)))
+        assert parameter(made.drafters[0], "model") == files.stem(tiny_models())
         with pytest.raises(
             BadInput, match=r"--drafter: unknown key drafter\[0\].size; did you mean"
         ):

@@ -13,18 +13,21 @@ def _constants(prefix: str) -> dict[str, int]:
     return {k.removeprefix(prefix): v for k, v in vars(llama_cpp).items() if k.startswith(prefix)}
 
 
-FILE_TYPES: Final[Mapping[str, int]] = {
+FILE_TYPES: Final[dict[str, int]] = {
     "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
     **_constants("LLAMA_FTYPE_MOSTLY_"),
 }
 """``llama_ftype`` by name."""
 
 # Each of the two packages lacks some types of llama.cpp's own list.
-TENSOR_TYPES: Final[Mapping[str, int]] = {
+TENSOR_TYPES: Final[dict[str, int]] = {
     **{t.name: t.value for t in gguf.GGMLQuantizationType},
     **{k: v for k, v in _constants("GGML_TYPE_").items() if k != "COUNT"},
 }
 """``ggml_type`` by name."""
+
+LABELS: Final = tuple(FILE_TYPES | TENSOR_TYPES)
+"""What a model file can be labelled as: its file type, or where it states none, the type of most weights."""
 
 _FILE_TYPE_NAMES = {v: k for k, v in FILE_TYPES.items()}
 _TENSOR_TYPE_NAMES = {v: k for k, v in TENSOR_TYPES.items()}

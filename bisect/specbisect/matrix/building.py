@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from specbisect.cell import AXES, DRAFTERS, Drafter, Model, Prompt
-from specbisect.errors import BadInput
-from specbisect.llama import files, quantize
+from specbisect.errors import BadInput, did_you_mean
+from specbisect.llama import files, quantize, types
 from specbisect.matrix import prompts, reading, schema
 from specbisect.matrix.plan import Plan
 from specbisect.matrix.product import Block, Exclusion, check
-from specbisect.matrix.values import parse_flag
+from specbisect.matrix.values import expand, parse_flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _Builder:
                     [self._quantised(q, f"{where}.quant") for q in table.quant]
                     if table.quant
                     else targets,
-                    self._values(table, n_predict=axes["n_predict"]),
+                    self._values(table, {n: v for n, v in axes.items() if len(v) == 1}),
                     self._multiply(table.drafter, where) if table.drafter else drafters,
                 )
             )
@@ -182,7 +182,7 @@ class _Builder:
         if self.overrides.drafters:
             given = {
                 "schema": schema.SCHEMA,
-                "drafter": [dict(table) for table in self.overrides.drafters],
+                "drafter": [_from_here(table) for table in self.overrides.drafters],
             }
             tables, where = reading.validate(schema.MATRIX, given, "--drafter").drafter, "--"
         made = [
@@ -233,30 +233,37 @@ class _Builder:
             raise BadInput(
                 f"{self.source}: n_predict is given twice; keep one of n_predict and axes.n_predict"
             )
-        axes = self._values(matrix.axes, n_predict=matrix.n_predict)
+        written = {"n_predict": matrix.n_predict} if matrix.n_predict else {}
+        axes = self._values(matrix.axes, written)
         parsed = {name: parse_flag(value) for name, value in given.items()}
         flags = reading.validate(schema.AXES_TABLE, parsed, "--set")
         return axes | {name: getattr(flags, name) for name in given}
 
-    def _values(self, table: Any, n_predict: list[int] | None) -> dict[str, list[Any]]:
-        """A list of values for every axis, defaults filled in."""
-        defaults = {axis.name: [axis.default] for axis in AXES.values()}
-        if n_predict:
-            defaults["n_predict"] = n_predict
-        return {name: getattr(table, name) or default for name, default in defaults.items()}
+    def _values(self, table: Any, otherwise: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Values for every axis: those in `table`, else those in `otherwise`, else the default."""
+        return {
+            axis.name: getattr(table, axis.name) or otherwise.get(axis.name) or [axis.default]
+            for axis in AXES.values()
+        }
 
     def _exclusions(self) -> list[Exclusion]:
-        return [
-            Exclusion(
-                name=f"exclude[{i}]",
-                axes=_given(table, AXES),
-                quants=frozenset(q.upper() for q in table.quant) if table.quant else None,
-                drafter=_given(table.drafter, schema.PATTERN.model_fields)
-                if table.drafter
-                else None,
+        made = []
+        for i, table in enumerate(self.matrix.exclude):
+            for quant in table.quant or ():
+                if quant.upper() not in types.LABELS:
+                    hint = did_you_mean(quant.upper(), types.LABELS)
+                    raise BadInput(
+                        f"{self.source}: exclude[{i}].quant = {quant!r} is unknown{hint}"
+                    )
+            made.append(
+                Exclusion(
+                    name=f"exclude[{i}]",
+                    axes=_given(table, AXES),
+                    quants=frozenset(map(str.upper, table.quant)) if table.quant else None,
+                    drafter=_pattern(table.drafter) if table.drafter else None,
+                )
             )
-            for i, table in enumerate(self.matrix.exclude)
-        ]
+        return made
 
     def _prompts(self) -> tuple[Prompt, ...]:
         given, limit = self.overrides.prompts, self.overrides.max_prompts or self.matrix.max_prompts
@@ -267,6 +274,13 @@ class _Builder:
                 f'{self.source} names no prompts; add prompts = "FILE" or give --prompts FILE'
             )
         return prompts.read(given or self._path(self.matrix.prompts), limit)
+
+
+def _from_here(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's table whose models are found from the working directory."""
+    if "model" not in table:
+        return dict(table)
+    return {**table, "model": [str(Path(name).absolute()) for name in expand(table["model"])]}
 
 
 def _given(table: Any, names: Any) -> dict[str, frozenset[Any]]:

@@ -69,33 +69,35 @@ def dotted(loc: Loc) -> str:
 
 
 def _explain(table: Any, loc: Loc, error: Any) -> str:
-    key, value, kind, context = dotted(loc), error["input"], error["type"], error.get("ctx", {})
+    key, value, context = dotted(loc), error["input"], error.get("ctx", {})
     shown = f"{key} = {reprlib.repr(value)}"
-    if kind == "extra_forbidden":
-        return f"unknown key {key}{did_you_mean(str(loc[-1]), _keys(table, loc))}"
-    if kind == "missing":
-        return f"{key} is missing; add " + (
-            f'schema = "{schema.SCHEMA}"' if key == "schema" else "it"
-        )
-    if kind == "union_tag_not_found":
-        return f"{key}.method is missing; choose one of {', '.join(schema.DRAFTER_TABLES)}"
-    if kind == "union_tag_invalid":
-        tag = context["tag"]
-        return f"{key}.method = {tag!r} is unknown{did_you_mean(tag, schema.DRAFTER_TABLES)}"
-    if kind == "literal_error":
-        known = re.findall(r"'([^']*)'", context["expected"])
-        return f"{shown} is unknown{did_you_mean(str(value), known)}"
-    if kind == "greater_than_equal":
-        return f"{shown} is below {context['ge']}; raise it"
-    if kind == "too_short":
-        return f"{shown} leaves no cell; give at least one value"
-    if kind == "value_error":
-        return f"{shown}: {context['error']}" if loc else str(context["error"])
-    if kind == "list_type" and isinstance(value, dict):
-        return f"{shown} has the wrong type; give a list of tables, [[{key}]]"
-    if kind in _WANTED:
-        return f"{shown} has the wrong type; give {_WANTED[kind]}"
-    return f"{shown}: {error['msg']}"
+    match error["type"]:
+        case "extra_forbidden":
+            text = f"unknown key {key}{did_you_mean(str(loc[-1]), _keys(table, loc))}"
+        case "missing":
+            value = f'schema = "{schema.SCHEMA}"' if key == "schema" else "it"
+            text = f"{key} is missing; add {value}"
+        case "union_tag_not_found":
+            text = f"{key}.method is missing; choose one of {', '.join(schema.DRAFTER_TABLES)}"
+        case "union_tag_invalid":
+            tag = context["tag"]
+            text = f"{key}.method = {tag!r} is unknown{did_you_mean(tag, schema.DRAFTER_TABLES)}"
+        case "literal_error":
+            known = re.findall(r"'([^']*)'", context["expected"])
+            text = f"{shown} is unknown{did_you_mean(str(value), known)}"
+        case "greater_than_equal":
+            text = f"{shown} is below {context['ge']}; raise it"
+        case "too_short":
+            text = f"{shown} leaves no cell; give at least one value"
+        case "value_error":
+            text = f"{shown}: {context['error']}" if loc else str(context["error"])
+        case "list_type" if isinstance(value, dict):
+            text = f"{shown} has the wrong type; give a list of tables, [[{key}]]"
+        case kind if kind in _WANTED:
+            text = f"{shown} has the wrong type; give {_WANTED[kind]}"
+        case _:
+            text = f"{shown}: {error['msg']}"
+    return text
 
 
 def _keys(table: Any, loc: Loc) -> list[str]:

@@ -109,8 +109,8 @@ EXCLUDE = _table(
 )
 INCLUDE = _table(
     "Include",
-    "Adds the product of its keys, whatever is excluded; an axis left out has its default, `quant` left out means "
-    "every target of the matrix, `drafter` left out every drafter.",
+    "Adds the product of its keys, whatever is excluded. An axis left out has the value in `axes` when that is a "
+    "single one, else its default; without `quant` it is for every target, without `drafter` for every drafter.",
     {**_AXES, "quant": _quant, "drafter": _optional(_one_drafter)},
 )
 TARGET = _table(
