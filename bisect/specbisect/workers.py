@@ -158,7 +158,9 @@ class _Worker:
         return ()
 
     def _read_state(self) -> tuple[int, str]:
-        pid, _, name = self._state.read_bytes().rstrip(b"\0").decode().partition(" ")
+        pid, _, name = (
+            self._state.read_bytes().rstrip(b"\0").decode("utf-8", "replace").partition(" ")
+        )
         return int(pid or 0), name or "start"
 
     def run(
@@ -245,11 +247,12 @@ def _describe(exitcode: int) -> str:
     return f"killed by {name}"
 
 
-def die_with(parent: int) -> None:
+def _die_with(parent: int) -> None:
     """Let this process end when the process `parent` does, even by SIGKILL.
 
     Linux sends the signal itself, at once; everywhere else a thread notices within a second.
     """
+    os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -262,11 +265,10 @@ def die_with(parent: int) -> None:
 
 
 def _start(parent: int, log: Path, state: Path) -> None:
-    os.setpgid(0, 0)
+    _die_with(parent)
     # Pebble's handler is Python code, which does not run while the process is deep in llama.cpp.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    die_with(parent)
 
     # Without it an abort attaches a debugger, whose output buries the message.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
