@@ -246,6 +246,10 @@ def test_a_transaction_is_saved_whole_or_not_at_all(store):
 # The directory
 
 
+def test_the_matrix_comes_back_as_it_was_resolved(store):
+    assert store.matrix() == MATRIX
+
+
 def test_the_same_plan_goes_on_where_it_was(tmp_path):
     with Store.create(tmp_path / "run", "plan-1", MATRIX) as store:
         save(store, 0)

@@ -154,6 +154,12 @@ class Store:
         values = self._one(f"SELECT coalesce(sum(vanilla), 0), {sums} FROM arms")
         return Totals(values[0], Counters(**dict(zip(names, values[1:], strict=True))))
 
+    def matrix(self) -> Mapping[str, Any]:
+        """The matrix as it was resolved when the run was begun."""
+        with directory.faults(self.path):
+            found: Mapping[str, Any] = json.loads((self.path / directory.MATRIX).read_text())
+            return found
+
     def provenances(self) -> tuple[Mapping[str, Any], ...]:
         """Every library, machine and set of models that traces here come from."""
         found = self._rows(
