@@ -97,15 +97,19 @@ class NgramSimple:
 
 @dataclass(frozen=True, slots=True)
 class Scripted:
-    """Given drafts: pairs of (tokens generated so far, the draft to verify there); elsewhere nothing is drafted."""
+    """Given drafts: pairs of (tokens generated so far, the draft to verify there); elsewhere nothing is drafted.
+
+    `limit` is the longest draft the original drafter could have made, where the script replays one.
+    """
 
     drafts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    limit: int = 0
     method: Literal["scripted"] = "scripted"
 
     @property
     def n_max(self) -> int:
         """Longest draft, in tokens."""
-        return max((len(ids) for _, ids in self.drafts), default=0)
+        return max(self.limit, *(len(ids) for _, ids in self.drafts), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ NoiseKind = Literal["noise"]
 KernelKind = Literal["kernel-small", "kernel-large", "nan-row", "kernel-baseline"]
 FaultKind = Literal[StateKind, VerifyKind, DraftKind, NoiseKind, KernelKind]
 
-KERNEL_KINDS: tuple[FaultKind, ...] = get_args(KernelKind)
 FAULT_KINDS: tuple[FaultKind, ...] = tuple(
     kind
     for group in (StateKind, VerifyKind, DraftKind, NoiseKind, KernelKind)
@@ -53,4 +52,9 @@ class Fault:
     @property
     def in_kernel(self) -> bool:
         """Whether the fault is the backend's: then it is there in every experiment too."""
-        return self.kind in KERNEL_KINDS
+        return self.kind in get_args(KernelKind)
+
+    @property
+    def in_drafter(self) -> bool:
+        """Whether only what is drafted goes wrong."""
+        return self.kind in get_args(DraftKind)

@@ -31,8 +31,6 @@ Label = Literal[
 ]
 """DESIGN's causes; ``none`` is what an audit says of a case in which it found nothing wrong."""
 
-SCHEMA = "specbisect.finding/1"
-
 
 class Evidence(BaseModel):
     """One experiment: what was run, what came out in one plain sentence, and the numbers behind it."""
@@ -54,7 +52,7 @@ class Finding(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    schema_: Literal["specbisect.finding/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["specbisect.finding/1"] = Field(default="specbisect.finding/1", alias="schema")
     case: Case
     verdict: Verdict
     label: Label

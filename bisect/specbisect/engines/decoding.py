@@ -5,7 +5,7 @@ planted fault replaces exactly one of them.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,9 @@ from specbisect.llama.context import Context, Logits, rows_of
 from specbisect.llama.logits import Choice, choose
 from specbisect.trace import Cycle, Finish
 
+Observe = Callable[[int, Logits], None]
+"""Told the index of the next token and the rows it and its followers are taken from; copy what is to be kept."""
+
 
 @dataclass(slots=True)
 class Recorder:
@@ -26,6 +29,7 @@ class Recorder:
     context: Context
     n_predict: int
     ignore_eos: bool
+    observe: Observe | None = None
     ids: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     finish: Finish | None = None
@@ -34,6 +38,12 @@ class Recorder:
     def __post_init__(self) -> None:
         if self.ignore_eos:  # llama.cpp's meaning: end-of-generation tokens cannot be chosen
             self.banned = np.asarray(self.context.model.vocab.end_tokens, dtype=np.intp)
+
+    def show(self, logits: Logits) -> Logits:
+        """Pass rows on, shown to whoever observes."""
+        if self.observe is not None:
+            self.observe(len(self.ids), logits)
+        return logits
 
     def read(self, row: Logits) -> Choice:
         """The greedy choice of `row`, end-of-generation tokens barred where they are to be ignored."""
@@ -70,7 +80,8 @@ def vanilla(context: Context, prompt: Sequence[int], recorder: Recorder) -> None
         position = len(prompt) + len(recorder.ids) - 1
         if recorder.fits(position):
             stage.report(f"decode {len(recorder.ids)}")
-            choice = recorder.read(context.evaluate(rows_of(recorder.ids[-1:], position))[0])
+            row = recorder.show(context.evaluate(rows_of(recorder.ids[-1:], position)))[0]
+            choice = recorder.read(row)
             recorder.emit(choice.token, choice)
 
 
@@ -126,7 +137,7 @@ class Speculative:
         stage.report(f"verify {number}")
         if len(batch) > 1:
             self.memory.mark()
-        rows = Rows(self.verify(base, batch), self.recorder)
+        rows = Rows(self.recorder.show(self.verify(base, batch)), self.recorder)
         verified = time.perf_counter()
         tokens = self.accept(batch, rows)
         accepted = len(tokens) - 1

@@ -19,7 +19,7 @@ from specbisect.cell import (
     Scripted,
     SelfDraft,
 )
-from specbisect.engines.decoding import Recorder, Speculative, vanilla
+from specbisect.engines.decoding import Observe, Recorder, Speculative, vanilla
 from specbisect.engines.drafters import (
     LookupProposer,
     ModelProposer,
@@ -27,6 +27,7 @@ from specbisect.engines.drafters import (
     Proposer,
     ScriptedProposer,
 )
+from specbisect.engines.faults import Faulty, tamper_of
 from specbisect.errors import BadInput
 from specbisect.llama import files, library
 from specbisect.llama.context import Context, Settings
@@ -84,27 +85,29 @@ class LibLlama:
     def __init__(self) -> None:
         self.models = Models()
 
-    def run(self, case: Case) -> Trace:
-        """One arm of `case`: speculative, or vanilla when its cell has no drafter."""
+    def run(self, case: Case, observe: Observe | None = None) -> Trace:
+        """One arm of `case`: speculative, or vanilla when its cell has no drafter; `observe` sees every row."""
         began, loads = time.perf_counter(), self.models.loads
         cell = case.cell
         model = self.models.get(cell.target, cell)
         prompt = prompt_ids(case, model)
         stage.report("context")
-        with Context(model, Settings.of(cell)) as context:
-            recorder = Recorder(context, cell.n_predict, cell.ignore_eos)
+        with Context(model, Settings.of(cell), tamper=tamper_of(case.fault)) as context:
+            recorder = Recorder(context, cell.n_predict, cell.ignore_eos, observe)
             if cell.drafter is None:
                 vanilla(context, prompt, recorder)
                 trace = trace_of(case, context, prompt, recorder, ())
                 counters = context.counters
             else:
                 drafter, draft_context = self.drafter(cell, model)
-                arm = Speculative(context, drafter, recorder, cell.width)
+                arm = speculative_arm(case, context, drafter, recorder)
                 try:
                     arm.run(prompt)
                 finally:
                     drafter.close()
                 trace = trace_of(case, context, prompt, recorder, arm.cycles, draft_context)
+                if isinstance(arm, Faulty):
+                    trace = replace(trace, resolved={**trace.resolved, "planted": arm.planted})
                 counters = context.counters + (
                     draft_context.counters if draft_context else Counters()
                 )
@@ -132,6 +135,15 @@ class LibLlama:
     def close(self) -> None:
         """Free every model."""
         self.models.close()
+
+
+def speculative_arm(
+    case: Case, context: Context, drafter: Proposer, recorder: Recorder
+) -> Speculative:
+    """The speculative loop of `case`, with its planted fault if it has one."""
+    if case.fault is None or case.fault.in_kernel:
+        return Speculative(context, drafter, recorder, case.cell.width)
+    return Faulty(context, drafter, recorder, case.cell.width, case.fault)
 
 
 def prompt_ids(case: Case, model: LoadedModel) -> tuple[int, ...]:

@@ -160,15 +160,23 @@ class Context:
         }
 
     def unhonoured(self) -> list[str]:
-        """Settings that were asked for and not followed; rounding n_ctx up and resolving ``auto`` are following."""
+        """Settings that were asked for and not followed.
+
+        Choosing where the choice was left open is following, and so is what llama.cpp states: n_ctx is rounded up,
+        n_batch is at most n_ctx, n_ubatch at most n_batch.
+        """
         asked, got = asdict(self.settings), self.resolved
         free = {name for name in ("n_threads", "n_threads_batch", "n_ctx") if not asked[name]}
         free |= {"flash_attn"} if asked["flash_attn"] == "auto" else set()
         free |= {"n_ctx"} if got["n_ctx"] >= asked["n_ctx"] else set()
+        follows = asked | {
+            "n_batch": min(asked["n_batch"], got["n_ctx"]),
+            "n_ubatch": min(asked["n_ubatch"], got["n_batch"]),
+        }
         return [
-            f"{k} = {asked[k]} (got {got[k]})"
-            for k in asked
-            if k not in free and asked[k] != got[k]
+            f"{name} = {asked[name]} (got {got[name]})"
+            for name, value in follows.items()
+            if name not in free and value != got[name]
         ]
 
     def evaluate(self, rows: Sequence[Row]) -> Logits:
