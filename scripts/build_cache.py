@@ -103,7 +103,9 @@ def run(
                 progress.saw(line.decode(errors="replace"))
         except BaseException:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(
+                    process.pid, signal.SIGTERM
+                )  # ninja then ends its compilers; KILL would not
             raise
         finally:
             progress.close()
@@ -149,7 +151,7 @@ class _Progress:
         return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
 
 
-def command(main: Callable[[], None]) -> None:
+def start(main: Callable[[], None]) -> None:
     """Run a script's `main`: trouble becomes text and exit code 3, a termination signal cleans up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -11,7 +11,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_cache import Trouble, cache_directory, cached, command, run
+from build_cache import Trouble, cache_directory, cached, run, start
 
 
 @dataclass(frozen=True)
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    start(main)

@@ -16,7 +16,7 @@ import sysconfig
 import tarfile
 from pathlib import Path
 
-from build_cache import Trouble, cache_directory, cached, command, run, say
+from build_cache import Trouble, cache_directory, cached, run, say, start
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -46,6 +46,12 @@ def pinned(package: str) -> str:
     return found[1]
 
 
+def pinned_environment() -> dict[str, str]:
+    """An environment in which pip keeps to constraints.txt, for what it builds with too."""
+    pins = str(CONSTRAINTS)
+    return {**os.environ, "PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins}
+
+
 def compiler() -> list[str]:
     """The C compiler as a command, or `Trouble`. A C++ compiler must be there too."""
     c = shlex.split(os.environ.get("CC", "")) or [
@@ -62,8 +68,8 @@ def compiler() -> list[str]:
     return c
 
 
-def build_key() -> str:
-    """What decides the machine code: source, compiler, what it makes of this CPU, and the options given."""
+def build_key(*options: str) -> str:
+    """What decides the machine code: source, compiler, what it makes of this CPU, and all options."""
     c = compiler()
     version = subprocess.run([*c, "--version"], capture_output=True, check=False).stdout
     macros = subprocess.run(
@@ -72,9 +78,9 @@ def build_key() -> str:
         capture_output=True,
         check=False,
     ).stdout
-    options = [os.environ.get(name, "") for name in ("CMAKE_ARGS", "CFLAGS", "CXXFLAGS", "LDFLAGS")]
-    parts = [SDIST_SHA256, sysconfig.get_platform(), version, macros, *options]
-    digest = hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts))
+    given = [os.environ.get(name, "") for name in ("CMAKE_ARGS", "CFLAGS", "CXXFLAGS", "LDFLAGS")]
+    text = [SDIST_SHA256, sysconfig.get_platform(), *given, *options]
+    digest = hashlib.sha256(b"\0".join([version, macros, *(part.encode() for part in text)]))
     return f"{pinned('llama_cpp_python')}-{digest.hexdigest()[:12]}"
 
 
@@ -83,9 +89,10 @@ def sdist(python: str = sys.executable) -> Path:
     version = pinned("llama_cpp_python")
 
     def fetch(path: Path) -> None:
-        pip = [python, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", "--dest"]
-        where = [path.parent, f"llama-cpp-python=={version}"]
-        run([*pip, *where], f"fetching the source of llama-cpp-python {version}", LOG / "sdist.log")
+        pip = [python, "-m", "pip", "download", "--no-deps", "--no-binary=:all:"]
+        pip += ["--dest", str(path.parent), f"llama-cpp-python=={version}"]
+        doing = f"fetching the source of llama-cpp-python {version}"
+        run(pip, doing, LOG / "sdist.log", pinned_environment())
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != SDIST_SHA256:
             raise Trouble(f"{path.name} has SHA-256 {found}, expected {SDIST_SHA256}")
@@ -99,18 +106,9 @@ def wheel(python: str = sys.executable) -> Path:
     def build(path: Path) -> None:
         source = sdist(python)
         say("compiling llama-cpp-python: 5-6 minutes on two cores, once for this user and machine")
-        pip = [python, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-cache-dir"]
-        env = {
-            **os.environ,
-            "PIP_CONSTRAINT": str(CONSTRAINTS),
-            "PIP_BUILD_CONSTRAINT": str(CONSTRAINTS),
-        }
-        run(
-            [*pip, "--wheel-dir", path, source],
-            "compiling llama-cpp-python",
-            LOG / "wheel.log",
-            env,
-        )
+        pip = [python, "-m", "pip", "wheel", "--verbose", "--no-deps", "--wheel-dir"]
+        command = [*pip, str(path), str(source)]
+        run(command, "compiling llama-cpp-python", LOG / "wheel.log", pinned_environment())
 
     directory = cached(cache_directory() / "wheels" / build_key(), build)
     return next(directory.glob("llama_cpp_python-*.whl"))
@@ -133,27 +131,20 @@ def server(python: str = sys.executable) -> Path:
             archive.extractall(path.parent, members)
         env = _with_cmake(python)
         tree = path.parent / "build"
-        configure = [
-            "cmake",
-            "-G",
-            "Ninja",
-            "-S",
-            path.parent / vendored,
-            "-B",
-            tree,
-            *SERVER_OPTIONS,
-        ]
+        configure = ["cmake", "-G", "Ninja", "-S", str(path.parent / vendored)]
+        configure += ["-B", str(tree), *SERVER_OPTIONS]
         # The archive's own statement; the number is a count of commits, which an archive does not have.
         configure += [f"-DLLAMA_BUILD_COMMIT={commit[1].decode()}", "-DLLAMA_BUILD_NUMBER=0"]
         configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         run(configure, "configuring llama-server", LOG / "server-configure.log", env)
-        make = ["cmake", "--build", tree, "--target", "llama-server"]
+        make = ["cmake", "--build", str(tree), "--target", "llama-server"]
         make += ["--parallel", str(os.cpu_count() or 1)]
         run(make, "compiling llama-server", LOG / "server-build.log", env)
         run([tree / "bin/llama-server", "--version"], "trying it", LOG / "server-version.log")
         shutil.copytree(tree / "bin", path, symlinks=True)
 
-    return cached(cache_directory() / "llama-server" / build_key(), build) / "llama-server"
+    directory = cache_directory() / "llama-server" / build_key(*SERVER_OPTIONS)
+    return cached(directory, build) / "llama-server"
 
 
 def _with_cmake(python: str) -> dict[str, str]:
@@ -163,7 +154,7 @@ def _with_cmake(python: str) -> dict[str, str]:
     tools = [f"{name}=={pinned(name)}" for name in ("cmake", "ninja")]
 
     def install(path: Path) -> None:
-        pip = [python, "-m", "pip", "install", "--target", path, *tools]
+        pip = [python, "-m", "pip", "install", "--target", str(path), *tools]
         run(pip, "fetching cmake and ninja", LOG / "cmake.log")
 
     path = cached(cache_directory() / "tools" / "-".join(tools), install)
@@ -182,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    start(main)

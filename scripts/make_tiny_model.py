@@ -99,7 +99,7 @@ def _mamba(kind: Kind, at: str) -> Iterator[Weight]:
     yield Weight(f"{at}.ssm_x.weight", (DT_RANK + 2 * D_STATE, D_INNER))
     yield Weight(f"{at}.ssm_dt.weight", (D_INNER, DT_RANK))
     yield Weight(f"{at}.ssm_dt.bias", (D_INNER,), value=-2.0)
-    decay = -np.arange(1, D_STATE + 1, dtype=np.float32) / D_STATE  # slow: it remembers
+    decay = np.linspace(-1 / D_STATE, -1, D_STATE, dtype=np.float32)  # slow: it remembers
     yield Weight(f"{at}.ssm_a", (D_INNER, D_STATE), value=decay)
     yield Weight(f"{at}.ssm_d", (D_INNER,), value=1.0)
     yield Weight(f"{at}.ssm_out.weight", (N_EMBD, D_INNER))

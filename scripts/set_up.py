@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import llama_build
-from build_cache import Trouble, cache_directory, command, locked, run, say
+from build_cache import Trouble, cache_directory, locked, run, say, start
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -36,7 +36,7 @@ def up_to_date() -> bool:
 def make_venv() -> None:
     """Create .venv with pip in it, unless it is there."""
     with locked(ROOT / "pyproject.toml"):
-        pip = [PYTHON, "-m", "pip", "--version"]
+        pip = [str(PYTHON), "-m", "pip", "--version"]
         if (
             PYTHON.exists()
             and subprocess.run(pip, capture_output=True, check=False).returncode == 0
@@ -66,12 +66,18 @@ def install() -> None:
         if up_to_date():
             return
         STAMP.unlink(missing_ok=True)
-        pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check"]
+        pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
         log = cache_directory() / "logs" / "pip.log"
+        env = llama_build.pinned_environment()
         # By itself and by force: pip would keep an older build of the same version.
-        run([*pip, "--no-deps", "--force-reinstall", wheel], "installing llama-cpp-python", log)
-        rest = ["--constraint", ROOT / "constraints.txt", "--editable", f"{ROOT}[cluster,test]"]
-        run([*pip, *rest], "installing what specbisect needs", log)
+        alone = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
+        run(alone, "installing llama-cpp-python", log, env)
+        run(
+            [*pip, "--editable", f"{ROOT}[cluster,test]"],
+            "installing what specbisect needs",
+            log,
+            env,
+        )
         STAMP.write_text(wanted())
 
 
@@ -86,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command(main)
+    start(main)

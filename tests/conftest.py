@@ -4,6 +4,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     """
     directory = tmp_path_factory.mktemp("tiny")
 
-    def tiny(kind: str = "llama", quant: str = "BF16", **options: float | None) -> Path:
+    def tiny(kind: str = "llama", quant: str = "BF16", **options: Any) -> Path:
         name = "-".join([kind, *(f"{key}{value}" for key, value in sorted(options.items()))])
         base = directory / f"{name}-BF16.gguf"
         if not base.exists():

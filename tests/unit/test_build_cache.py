@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import build_cache
@@ -41,11 +42,6 @@ def calls(target: Path) -> int:
     return len(path.read_text()) if path.exists() else 0
 
 
-def wait_for_call(target: Path) -> None:
-    while not calls(target):
-        time.sleep(0.01)
-
-
 def test_two_at_a_time_make_it_once(tmp_path: Path) -> None:
     target = tmp_path / "thing"
     both = [maker(target, 0.3), maker(target, 0.3)]
@@ -57,7 +53,9 @@ def test_two_at_a_time_make_it_once(tmp_path: Path) -> None:
 def test_a_killed_maker_leaves_nothing_and_blocks_nobody(tmp_path: Path) -> None:
     target = tmp_path / "thing"
     killed = maker(target, 600)
-    wait_for_call(target)
+    while not calls(target):
+        assert killed.poll() is None
+        time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not target.exists()
@@ -92,3 +90,22 @@ def test_the_build_counter_is_shown(
     build_cache.run(command, "compiling", tmp_path / "log")
     assert "compiling: 3/9, 0 s\n" in capsys.readouterr().err
     assert (tmp_path / "log").read_text().endswith("noise\n")
+
+
+def test_an_ended_script_ends_what_it_started(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    shell = ["sh", "-c", f"sleep 600 & echo $! > {pid_file}; wait"]
+    code = f"""
+import build_cache
+from pathlib import Path
+build_cache.start(lambda: build_cache.run({shell}, "sleeping", Path({str(tmp_path / "log")!r})))
+"""
+    env = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
+    script = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
+    while not (pid_file.exists() and pid_file.read_text().strip()):
+        assert script.poll() is None
+        time.sleep(0.01)
+    script.terminate()
+    assert script.wait() == 143
+    pid = int(pid_file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
