@@ -14,22 +14,24 @@ MAX_LINES = 450
 ORDER = [
     "errors",
     "stage",
+    "fault",
     "cell",
     "trace",
+    "compare",
     "workers",
     "llama",
     "matrix",
+    "cmdline",
     "engines",
     "store",
     "runner",
-    "compare",
     "diagnose",
     "narrow",
     "ops",
     "gate",
     "report",
-    "cmdline",
     "cli",
+    "__main__",
 ]
 
 # Modules that may write files which outlive the process, with what they write.
