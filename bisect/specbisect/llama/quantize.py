@@ -194,3 +194,23 @@ def _overrides(lib: Any, pairs: Sequence[tuple[str, str]]) -> Any:
     for entry, (pattern, name) in zip(array, pairs, strict=False):
         entry.pattern, entry.type = pattern.encode(), types.tensor_type(name)
     return array
+
+
+def place(file: Path, directory: Path) -> Path:
+    """A copy of `file` in `directory`, which is made if need be: whole or not at all.
+
+    Raises `BadInput` when it cannot be put there.
+    """
+    wanted = directory / file.name
+    partial = directory / f".{file.name}.partial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, partial)
+        os.replace(partial, wanted)
+    except OSError as error:
+        raise BadInput(
+            f"cannot write {wanted}: {error.strerror}; choose another directory"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return wanted

@@ -100,13 +100,13 @@ class Plan:
         return {
             "schema": SCHEMA,
             "matrix": self.source,
-            "digest": self.digest,
-            "counts": self.counts._asdict(),
             "blocks": [_plain(block) for block in self.blocks],
             "prompts": {
                 "digest": prompts_digest(self.prompts),
                 "ids": [p.id for p in self.prompts],
             },
+            "counts": self.counts._asdict(),
+            "digest": self.digest,
         }
 
     def resolved_json(self) -> str:

@@ -93,8 +93,15 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
         for key in old | new:
             inner = f"{name}.{key}" if name else key
             yield from differences(old.get(key), new.get(key), inner)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and _nested(old):
+        for i, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from differences(one, other, f"{name}[{i}]")
     elif old != new:
         yield f"{name}: {_brief(old)} → {_brief(new)}"
+
+
+def _nested(values: list[Any]) -> bool:
+    return any(isinstance(value, (dict, list)) for value in values)
 
 
 def _brief(value: Any) -> str:

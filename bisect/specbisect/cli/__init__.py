@@ -1,0 +1,124 @@
+"""The command line: the only place that prints, and the only one that turns errors into exit codes.
+
+Each command is a module here with a click command called `command`. A command that finds something out returns a
+`Finding`, whose exit code becomes that of the process; any other command returns None.
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn, Protocol
+
+import click
+
+from specbisect import __version__
+from specbisect.errors import SpecbisectError
+
+COMMANDS = {
+    name: f"specbisect.cli.{name}"
+    for name in ("demo", "plan", "run", "show", "check", "quantize", "env")
+}
+"""Modules by command, in the order of the help page; one is imported when its command is asked for."""
+
+INTERNAL, INTERRUPTED, BROKEN_PIPE = 3, 130, 141
+
+
+class Finding(Protocol):
+    """What a command found out."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 no difference, 1 difference, 3 inconclusive."""
+
+
+class Commands(click.Group):
+    """Imports a command only when it is needed, so that none waits for what another one imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which people meet them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name]).command
+        return command
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specbisect")
+@click.option("--debug", is_flag=True, help="Print the traceback of an internal error.")
+def cli(debug: bool) -> None:
+    """Does speculative greedy decoding in llama.cpp give the tokens of vanilla greedy decoding?
+
+    \b
+    Exit codes: 0 no difference, 1 a difference, 2 bad input,
+    3 engine failure or inconclusive, 130 interrupted.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit; the one place where an error becomes a line and an exit code."""
+    sys.exit(_exit_code(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        with cli.make_context("specbisect", arguments) as context:
+            found: Finding | None = cli.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
+    except click.ClickException as error:
+        usage = isinstance(error, click.UsageError) and error.ctx
+        return _fail(
+            f"{error.format_message()}{_see_help(error) if usage else ''}", error.exit_code
+        )
+    except SpecbisectError as error:
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        click.echo(f"interrupted{'; ' if interrupt.args else ''}{interrupt}", err=True)
+        return INTERRUPTED
+    except (
+        BrokenPipeError
+    ):  # whoever read our output has seen enough; spare Python the flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        return _defect(error, debug="--debug" in arguments)
+    return found.exit_code if found else 0
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _see_help(error: Any) -> str:
+    return f" See {error.ctx.command_path} --help."
+
+
+def _defect(error: Exception, debug: bool) -> int:
+    """An exception that nobody raised on purpose."""
+    lines = traceback.format_exception(error)
+    if debug:
+        click.echo("".join(lines), err=True)
+        return _fail(
+            f"internal error: {_brief(error)}; please report the traceback above", INTERNAL
+        )
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="specbisect-", suffix=".txt", delete=False
+    ) as file:
+        file.writelines(lines)
+    return _fail(
+        f"internal error: {_brief(error)}; please report the traceback in {file.name}", INTERNAL
+    )
+
+
+def _brief(error: Exception) -> str:
+    last = str(error).strip().splitlines()[-1:]  # of a traceback from a child, what was raised
+    return f"{type(error).__name__}{': ' if last else ''}{''.join(last)}"

@@ -1,0 +1,62 @@
+"""``specbisect env``: what this machine, library and installation are."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specbisect import __version__
+from specbisect.cli import options, output
+from specbisect.errors import BadInput
+
+
+@click.command("env")
+@options.as_json
+def command(as_json: bool) -> None:
+    """Describe the environment: a block to paste into a bug report. It names no user, host or home."""
+    facts = environment()
+    if as_json:
+        output.emit({"schema": "specbisect.environment/1"} | facts)
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name.replace('_', ' '):<{width}}  {_plain(value)}")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, library build, machine, the cache, and the llama-server that would be used."""
+    from specbisect.llama import child, files, library
+
+    cache = files.cache_dir()
+    models = list((cache / "models").glob("**/*.gguf"))
+    size = sum(path.stat().st_size for path in models)
+    return {
+        "specbisect": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        **child.call(library.environment),
+        "cache": f"{_homeless(cache)} ({len(models)} models, {output.mebibytes(size)})",
+        "llama_server": _server(),
+    }
+
+
+def _server() -> str:
+    from specbisect.engines.server import binary
+
+    try:
+        found = binary.find()
+    except BadInput as error:
+        return f"none: {error}"
+    return f"{found.version} at {_homeless(found.path)}"
+
+
+def _homeless(path: Path) -> str:
+    """`path` without the name of the user whose home it is in."""
+    home = Path.home()
+    return str(Path("~") / path.relative_to(home)) if path.is_relative_to(home) else str(path)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k}={v}" for k, v in value.items()) or "none"
+    return ", ".join(value) if isinstance(value, list) else str(value)

@@ -1,0 +1,153 @@
+"""Runs and lists of cases as text."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import tabulate
+
+from specbisect.cell import Cell, Drafter
+from specbisect.cli.naming import Naming
+from specbisect.cli.verdicts import COMPARED, DIFFERENT, Verdicts
+from specbisect.store import Row
+
+UNTESTED = "*"
+"""Marks cells whose cases never rejected a token."""
+ID_LENGTH = 8
+LEAST_DETAIL = 16
+
+tabulate.MIN_PADDING = 0  # its two more columns for each header would push tables past 80
+
+
+@dataclass(frozen=True, slots=True)
+class CellRows:
+    """The finished cases of one cell."""
+
+    cell: Cell
+    rows: tuple[Row, ...]
+
+    @property
+    def compared(self) -> list[Row]:
+        """Cases that say something about the arms."""
+        return [row for row in self.rows if row.outcome in COMPARED]
+
+    @property
+    def rollback_untested(self) -> bool:
+        """Whether cases were compared and no drafted token of any was rejected."""
+        return bool(self.compared) and not any(row.rejected for row in self.compared)
+
+    def words(self) -> list[str]:
+        """``3/24, first at 6`` or ``0/24 in 2304 tokens``, then what was not compared."""
+        compared, verdicts = self.compared, Verdicts.of(row.outcome for row in self.rows)
+        words = []
+        if compared:
+            different = verdicts.count(*DIFFERENT)
+            forks = [row.fork for row in compared if row.fork is not None]
+            words.append(f"{different}/{len(compared)}")
+            if forks:
+                words[0] += f", first at {min(forks)}"
+            elif not different:
+                words[0] += f" in {sum(row.compared for row in compared)} tokens"
+            words[0] += UNTESTED * self.rollback_untested
+        for outcome in ("unexercised", "failed", "invalid"):
+            if count := verdicts.count(outcome):
+                words.append(f"{count} {outcome}" if count < len(self.rows) else outcome)
+        return words
+
+
+def by_cell(rows: Sequence[Row]) -> list[CellRows]:
+    """Cells in the order in which they first appear."""
+    found: dict[Cell, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.cell, []).append(row)
+    return [CellRows(cell, tuple(of_cell)) for cell, of_cell in found.items()]
+
+
+def table(rows: Sequence[Row], width: int) -> str:
+    """Quantisation × drafter × whatever else varies; one line for each cell where that is too wide for `width`."""
+    cells = by_cell(rows)
+    naming = Naming(c.cell for c in cells)
+    headers = {c.cell.drafter: "\n".join(naming.drafter(c.cell)) for c in cells}
+    across: dict[tuple[str, ...], dict[Drafter | None, str]] = {}
+    for c in cells:
+        key = (c.cell.target.identity, *naming.settings(c.cell))
+        across.setdefault(key, {})[c.cell.drafter] = "\n".join(c.words())
+    grid = [
+        [*key[1:], *(line.get(drafter, "") for drafter in headers)] for key, line in across.items()
+    ]
+    text = _tabulate(grid, [*naming.headers, *headers.values()])
+    if _width(text) <= width:
+        return text
+    lines = [
+        [*naming.settings(c.cell), " ".join(naming.drafter(c.cell)), ", ".join(c.words())]
+        for c in cells
+    ]
+    return _tabulate(lines, [*naming.headers, "drafter", "cases that differ"])
+
+
+def legend(rows: Sequence[Row]) -> Iterator[str]:
+    """What the table means, for those who read it the first time; never more than was measured."""
+    verdicts = Verdicts.of(row.outcome for row in rows)
+    yield f"{verdicts}."
+    if verdicts.count(*DIFFERENT):
+        yield "3/24, first at 6: 3 of 24 cases differ, the earliest at generated token 6 (from 0)."
+    if agreeing := [row for row in rows if row.outcome == "agree"]:
+        tokens = sum(row.compared for row in agreeing)
+        prompts = len({row.prompt_id for row in agreeing})
+        yield (
+            f"No difference in {tokens} tokens over {prompts} prompt{'s' * (prompts > 1)} where cases agree; "
+            "longer or other texts may still differ."
+        )
+    if any(c.rollback_untested for c in by_cell(rows)):
+        yield f"{UNTESTED} no drafted token was rejected: rollback was not tested."
+    if verdicts.count("unexercised"):
+        yield "unexercised: nothing was drafted or nothing accepted, so this is no pass."
+
+
+def cases(rows: Sequence[Row], width: int) -> str:
+    """One line for each case, cut to `width` at what is said last."""
+    naming = Naming(row.cell for row in rows)
+    digits = id_length([row.id for row in rows])
+    headers = ["id", *naming.headers, "drafter", "prompt", "outcome", "accepted"]
+    lines = [
+        [
+            row.id[:digits],
+            *naming.settings(row.cell),
+            " ".join(naming.drafter(row.cell)),
+            row.prompt_id,
+            row.outcome,
+            f"{row.accepted}/{row.drafted}",
+        ]
+        for row in rows
+    ]
+    left = max(LEAST_DETAIL, width - _width(_tabulate(lines, headers)) - 2)
+    details = [_cut(detail(row), left) for row in rows]
+    lines = [[*line, said] for line, said in zip(lines, details, strict=True)]
+    return _tabulate(lines, [*headers, "detail"])
+
+
+def detail(row: Row) -> str:
+    """Where a case differs and by what margin, or how much agrees, or why it says nothing."""
+    if row.outcome == "agree":
+        return f"{row.compared} tokens"
+    if row.outcome == "fork":
+        margin = "" if row.margin is None else f", margin {row.margin:.3g}"
+        return f"at {row.fork}{margin}"
+    return row.reason
+
+
+def id_length(ids: Sequence[str]) -> int:
+    """How many digits tell all `ids` apart."""
+    lengths = range(ID_LENGTH, max(map(len, ids), default=ID_LENGTH))
+    return next((n for n in lengths if len({i[:n] for i in ids}) == len(ids)), lengths.stop)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _tabulate(lines: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return tabulate.tabulate(lines, headers, tablefmt="simple", disable_numparse=True)
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()), default=0)

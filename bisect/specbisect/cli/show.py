@@ -1,0 +1,129 @@
+"""``specbisect show``: what a run has found."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from specbisect.cli import options, output
+from specbisect.compare import Outcome
+from specbisect.errors import BadInput, did_you_mean
+
+if TYPE_CHECKING:
+    from specbisect.store import Row, Store
+
+
+@click.command("show")
+@click.argument("directory", type=options.PATH)
+@click.option("--cases", "each", is_flag=True, help="One line for each case.")
+@click.option(
+    "--case",
+    "key",
+    metavar="ID",
+    help="One case, by the beginning of its id: both texts around the fork, tokens, settings.",
+)
+@options.listed("--quant", metavar="TYPE", help="Only these quantisations.")
+@options.listed("--drafter", metavar="METHOD", help="Only these methods of drafting.")
+@options.listed("--outcome", metavar="OUTCOME", help=f"Only these: {', '.join(get_args(Outcome))}.")
+@options.listed("--prompt", metavar="ID", help="Only these prompts.")
+@options.only
+@options.as_json
+def command(
+    *,
+    directory: Path,
+    each: bool,
+    key: str | None,
+    as_json: bool,
+    only: str | None,
+    **filters: tuple[str, ...],
+) -> None:
+    """Show what the run in DIRECTORY has found.
+
+    For each target and drafter, the table says how many cases differ and where the earliest difference is. The exit
+    code is 0 whatever is shown.
+    """
+    from specbisect.store import Store
+
+    with Store.open(directory, readonly=True) as store:
+        if key is not None:
+            _show_case(store, key, as_json)
+            return
+        rows = _filtered(store, only, **filters)
+        if not as_json and not rows and any(True for _ in store.rows()):
+            output.note("no finished case fits; leave out a filter")
+        elif as_json:
+            from specbisect.cli.document import document
+
+            output.emit(document(store, rows))
+        else:
+            print_rows(rows, each=each)
+            suggest(store, rows, directory)
+
+
+def _show_case(store: "Store", key: str, as_json: bool) -> None:
+    from specbisect.cli.pair import Pair
+
+    case = store.case(key)
+    vanilla = store.arm(case.vanilla.key)
+    assert vanilla is not None  # it is saved before any verdict that rests on it
+    pair = Pair(case, vanilla, store.arm(case.key))
+    if as_json:
+        output.emit(pair.document())
+    else:
+        click.echo("\n\n".join(pair.render(output.columns())))
+
+
+def _filtered(
+    store: "Store",
+    only: str | None,
+    *,
+    quant: Sequence[str],
+    drafter: Sequence[str],
+    outcome: Sequence[str],
+    prompt: Sequence[str],
+) -> "list[Row]":
+    for word in outcome:
+        if word not in get_args(Outcome):
+            raise BadInput(f"--outcome {word} is none{did_you_mean(word, get_args(Outcome))}")
+    wanted = {
+        "quant": [q.upper() for q in quant],
+        "drafter": drafter,
+        "outcome": outcome,
+        "prompt_id": prompt,
+    }
+    rows = store.rows(**{name: tuple(values) for name, values in wanted.items() if values})
+    return only_rows(rows, only)
+
+
+def only_rows(rows: "Iterable[Row]", pattern: str | None) -> "list[Row]":
+    """The rows that fit ``--only``."""
+    if pattern is None:
+        return list(rows)
+    from specbisect.cell import Case, Prompt
+    from specbisect.matrix import matches
+
+    return [row for row in rows if matches(Case(row.cell, Prompt(row.prompt_id)), pattern)]
+
+
+def print_rows(rows: "Sequence[Row]", *, each: bool = False) -> None:
+    """Print the table of `rows` and what it means, or a line for each."""
+    from specbisect.cli import render
+
+    if each:
+        click.echo(render.cases(rows, output.columns()))
+    elif rows:
+        click.echo(f"{render.table(rows, output.columns())}\n")
+        for sentence in render.legend(rows):
+            click.echo(textwrap.fill(sentence, output.columns()))
+
+
+def suggest(store: "Store", rows: "Sequence[Row]", directory: Path) -> None:
+    """Say what is left to run, and what to look at next."""
+    matrix, done = store.matrix(), sum(1 for _ in store.rows())
+    planned = matrix["counts"]["cells"] * len(matrix["prompts"]["ids"])
+    if done < planned:
+        output.note(f"{done} of {planned} cases have finished; `specbisect run` goes on.")
+    if different := [row for row in rows if row.fork is not None]:
+        output.note(f"look at one: specbisect show {directory} --case {different[0].id[:8]}")
