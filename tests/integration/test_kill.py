@@ -1,5 +1,6 @@
 """Whatever is killed, and whenever: after resuming, a run has found what an undisturbed one finds."""
 
+import json
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 
 import fakes
+from specbisect.errors import BadInput
 from specbisect.runner import run
 from specbisect.store import Store
 from specbisect.workers import Workers
@@ -128,3 +130,83 @@ def test_after_the_parent_was_killed_a_resumed_run_finds_what_an_undisturbed_one
     assert saved > 10
     assert parent.returncode == 0
     assert fakes.content(directory) == undisturbed(tmp_path / "undisturbed")
+
+
+MATRIX = """
+schema = "specbisect.matrix/1"
+n_predict = 16
+prompts = "prompts.jsonl"
+[target]
+files = ["target.gguf", "other.gguf"]
+[[drafter]]
+method = "draft-model"
+model = "draft.gguf"
+n_max = [1, 3, 7]
+[axes]
+n_threads = [1]
+n_ubatch = [8, 512]
+"""
+
+
+def found(directory: Path):
+    """Every verdict and both traces of every case, which compare equal when only times differ."""
+    with Store.open(directory, readonly=True) as store:
+        return [
+            (row, store.arm(row.id), store.arm(store.case(row.id).vanilla.key))
+            for row in store.rows()
+        ]
+
+
+def command(directory: Path, *options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "specbisect", "run", "matrix.toml", "-o", directory, *options],
+        cwd=directory.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def test_the_command_goes_on_after_every_kill_and_finds_the_same(tmp_path, tiny_models):
+    models = {
+        "target": tiny_models("llama", "Q4_K_M"),
+        "other": tiny_models("llama", "Q6_K"),
+        "draft": tiny_models("llama", "Q4_K_M", noise=0.1),
+    }
+    for name, path in models.items():
+        (tmp_path / f"{name}.gguf").symlink_to(path)
+    (tmp_path / "matrix.toml").write_text(MATRIX)
+    texts = ["one two three one two", "def f(x):", "a", "4 + 4 = 8, 8 + 8 =", "Viele Wege"] * 2
+    lines = [json.dumps({"id": f"p{i}", "text": text}) for i, text in enumerate(texts)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+
+    undisturbed = command(tmp_path / "undisturbed")
+    said = undisturbed.communicate()[1]
+    assert undisturbed.returncode in (0, 1), said
+    expected = found(tmp_path / "undisturbed")
+    assert len(expected) == 120
+
+    dice = random.Random(3)
+    directory, ended = tmp_path / "disturbed", 0
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+        run = command(directory, "--jobs", "2")
+        wanted = ended + dice.randint(1, 8)
+        while ended < wanted:
+            assert run.poll() is None, run.stderr.read()
+            with suppress(BadInput), Store.open(directory, readonly=True) as store:
+                ended = sum(1 for _ in store.rows())
+            time.sleep(dice.uniform(0, 0.02))
+        children = spawned(run.pid)
+        run.send_signal(number)
+        said = run.communicate()[1]
+        assert run.returncode == (130 if number == signal.SIGINT else -number)
+        assert "Traceback" not in said
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+        so_far = found(directory)
+        assert so_far == [case for case in expected if case in so_far]
+        ended = len(so_far)
+    last = command(directory, "--jobs", "2")
+    last.communicate()
+    assert last.returncode == undisturbed.returncode
+    assert found(directory) == expected
