@@ -13,7 +13,7 @@ from specbisect.store import Row
 UNTESTED = "*"
 """Marks cells whose cases never rejected a token."""
 ID_LENGTH = 8
-LEAST_DETAIL = 16
+LEAST_RESULT = 26
 
 tabulate.MIN_PADDING = 0  # its two more columns for each header would push tables past 80
 
@@ -35,19 +35,27 @@ class CellRows:
         """Whether cases were compared and no drafted token of any was rejected."""
         return bool(self.compared) and not any(row.rejected for row in self.compared)
 
+    @property
+    def different(self) -> int:
+        """How many cases differ."""
+        return Verdicts.of(row.outcome for row in self.rows).count(*DIFFERENT)
+
+    @property
+    def first(self) -> int | None:
+        """The earliest token at which a case differs."""
+        return min((row.fork for row in self.compared if row.fork is not None), default=None)
+
     def words(self) -> list[str]:
         """``3/24, first at 6`` or ``0/24 in 2304 tokens``, then what was not compared."""
         compared, verdicts = self.compared, Verdicts.of(row.outcome for row in self.rows)
         words = []
         if compared:
-            different = verdicts.count(*DIFFERENT)
-            forks = [row.fork for row in compared if row.fork is not None]
-            words.append(f"{different}/{len(compared)}")
-            if forks:
-                words[0] += f", first at {min(forks)}"
-            elif not different:
-                words[0] += f" in {sum(row.compared for row in compared)} tokens"
-            words[0] += UNTESTED * self.rollback_untested
+            found = f"{self.different}/{len(compared)}"
+            if self.first is not None:
+                found += f", first at {self.first}"
+            elif not self.different:
+                found += f" in {sum(row.compared for row in compared)} tokens"
+            words.append(found + UNTESTED * self.rollback_untested)
         for outcome in ("unexercised", "failed", "invalid"):
             if count := verdicts.count(outcome):
                 words.append(f"{count} {outcome}" if count < len(self.rows) else outcome)
@@ -88,8 +96,11 @@ def legend(rows: Sequence[Row]) -> Iterator[str]:
     """What the table means, for those who read it the first time; never more than was measured."""
     verdicts = Verdicts.of(row.outcome for row in rows)
     yield f"{verdicts}."
-    if verdicts.count(*DIFFERENT):
-        yield "3/24, first at 6: 3 of 24 cases differ, the earliest at generated token 6 (from 0)."
+    if forked := next((c for c in by_cell(rows) if c.first is not None), None):
+        yield (
+            f"{forked.words()[0]}: {forked.different} of {len(forked.compared)} cases differ, the earliest at "
+            f"generated token {forked.first}, counted from 0."
+        )
     if agreeing := [row for row in rows if row.outcome == "agree"]:
         tokens = sum(row.compared for row in agreeing)
         prompts = len({row.prompt_id for row in agreeing})
@@ -107,32 +118,30 @@ def cases(rows: Sequence[Row], width: int) -> str:
     """One line for each case, cut to `width` at what is said last."""
     naming = Naming(row.cell for row in rows)
     digits = id_length([row.id for row in rows])
-    headers = ["id", *naming.headers, "drafter", "prompt", "outcome", "accepted"]
+    headers = ["id", *naming.headers, "drafter", "prompt", "accepted"]
     lines = [
         [
             row.id[:digits],
             *naming.settings(row.cell),
             " ".join(naming.drafter(row.cell)),
             row.prompt_id,
-            row.outcome,
             f"{row.accepted}/{row.drafted}",
         ]
         for row in rows
     ]
-    left = max(LEAST_DETAIL, width - _width(_tabulate(lines, headers)) - 2)
-    details = [_cut(detail(row), left) for row in rows]
-    lines = [[*line, said] for line, said in zip(lines, details, strict=True)]
-    return _tabulate(lines, [*headers, "detail"])
+    left = max(LEAST_RESULT, width - _width(_tabulate(lines, headers)) - 2)
+    lines = [[*line, _cut(result(row), left)] for line, row in zip(lines, rows, strict=True)]
+    return _tabulate(lines, [*headers, "result"])
 
 
-def detail(row: Row) -> str:
-    """Where a case differs and by what margin, or how much agrees, or why it says nothing."""
+def result(row: Row) -> str:
+    """The outcome, and where a case differs and by what margin, or how much agrees, or why it says nothing."""
     if row.outcome == "agree":
-        return f"{row.compared} tokens"
+        return f"agree, {row.compared} tokens"
     if row.outcome == "fork":
-        margin = "" if row.margin is None else f", margin {row.margin:.3g}"
-        return f"at {row.fork}{margin}"
-    return row.reason
+        margin = "" if row.margin is None else f", margin {row.margin:.2g}"
+        return f"fork at {row.fork}{margin}"
+    return f"{row.outcome}: {row.reason}"
 
 
 def id_length(ids: Sequence[str]) -> int:
