@@ -151,12 +151,11 @@ class Handler(BaseHTTPRequestHandler):
                     "build_info": "b1-fake",
                     "total_slots": int(option("--parallel", "4")),
                     "model_path": "/home/somebody/models/tiny.gguf",
-                    "model_ftype": "BF16",
                     "default_generation_settings": {"n_ctx": 2048},
                 }
             )
         elif self.path == "/v1/models":
-            self.answer({"data": [{"meta": {"n_params": 7, "size": 14, "n_vocab": 256}}]})
+            self.answer({"data": [{"meta": {"n_params": 7, "size": 14, "n_vocab": 512}}]})
         elif self.path == "/slots":
             self.answer([{"is_processing": True, "next_token": [{"n_decoded": 5}]}])
 
@@ -181,10 +180,14 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(b"<html>\n<body>502 Bad Gateway</body></html>", kind="text/html")
         elif MODE == "error":
             self.answer({"error": {"code": 500, "message": "Compute error.\nsecond line"}}, 500)
+        elif MODE == "refuse":
+            self.answer(
+                {"error": {"code": 400, "message": "request exceeds the context size"}}, 400
+            )
         elif MODE == "hang":
             time.sleep(3600)
         elif MODE == "abort":
-            say("ggml.c:123: GGML_ASSERT(n_tokens <= n_batch) failed")
+            say("/home/me/llama.cpp/ggml.c:123: GGML_ASSERT(n_tokens <= n_batch) failed")
             os.kill(os.getpid(), signal.SIGABRT)
         elif MODE == "shape":
             self.answer({"choices": []})

@@ -342,6 +342,26 @@ def test_a_server_that_hangs_is_given_up(
     assert "last printed: srv llama_server: listening on" in caught.value.reason
 
 
+def test_a_request_that_is_refused_costs_no_server(
+    engine: ServerEngine, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SERVER", "refuse")
+    for _ in range(2):
+        with pytest.raises(EngineFault, match="HTTP 400: request exceeds the context size$"):
+            engine.run(Case(cell, PROMPT))
+    assert engine.starts == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"), [((), "has no tokens"), ((5, 999), "token id 999 is not in the")]
+)
+def test_prompts_that_cannot_be_sent(
+    engine: ServerEngine, cell: Cell, ids: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        engine.run(Case(cell, Prompt("p", ids=ids)))
+
+
 def test_the_run_goes_on_after_a_server_died(
     engine: ServerEngine, cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

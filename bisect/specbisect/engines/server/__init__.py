@@ -17,7 +17,7 @@ from specbisect.cell import Case, Cell, DraftModel, SelfDraft, ServerSpec
 from specbisect.engines.scenario import Beside, Played, Scenario, canary
 from specbisect.engines.server import binary, flags
 from specbisect.engines.server.account import account
-from specbisect.engines.server.client import Answer
+from specbisect.engines.server.client import Answer, Refused
 from specbisect.engines.server.process import External, Server
 from specbisect.errors import BadInput, EngineFault
 from specbisect.llama import files
@@ -66,6 +66,8 @@ class ServerEngine:
         try:
             prompts, answers = _ask(server, case, scenario)
             pieces = [server.client.pieces(answer.ids) for answer in answers]
+        except Refused:
+            raise
         except EngineFault as fault:
             explained = server.explain(fault)
             self._drop(arm)
@@ -111,7 +113,7 @@ class ServerEngine:
 def _ask(server: AnyServer, case: Case, scenario: Scenario) -> tuple[list[Ids], list[Answer]]:
     """Send the requests of `scenario`; prompts and answers of the case and its companions, in this order."""
     cell, client = case.cell, server.client
-    prompt = _prompt_ids(case, client.tokenize)
+    prompt = _prompt_ids(case, client.tokenize, server.about.n_vocab)
     slot = 0 if isinstance(server, Server) else None
     for before in scenario.history:
         stage.report("history")
@@ -147,12 +149,16 @@ def _ids_of(beside: Beside, prompt: Ids, tokenize: Callable[[str], Ids]) -> Ids:
     return beside.ids if beside.ids is not None else tokenize(beside.text)
 
 
-def _prompt_ids(case: Case, tokenize: Callable[[str], Ids]) -> Ids:
+def _prompt_ids(case: Case, tokenize: Callable[[str], Ids], n_vocab: int) -> Ids:
     """The prompt as given, or tokenised by the target; never empty."""
     prompt = case.prompt
     ids = prompt.ids if prompt.ids is not None else tokenize(prompt.text)
     if not ids:
         raise BadInput(f"prompt {prompt.id} has no tokens; give it some text")
+    if bad := [i for i in ids if not 0 <= i < n_vocab]:
+        raise BadInput(
+            f"prompt {prompt.id}: token id {bad[0]} is not in the vocabulary of {n_vocab}"
+        )
     return ids
 
 

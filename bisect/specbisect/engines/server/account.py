@@ -7,7 +7,7 @@ from specbisect.cell import Cell, DraftModel, ServerSpec, drafter_label
 from specbisect.engines.server import reading
 from specbisect.engines.server.client import NEUTRAL, Answer
 from specbisect.engines.server.flags import NOTHING
-from specbisect.engines.server.process import External, Server
+from specbisect.engines.server.process import OVERRIDES, External, Server
 from specbisect.llama import files, library
 from specbisect.trace import Counters, Trace
 
@@ -59,14 +59,14 @@ def _resolved(server: Server | External, log: str, answer: Answer) -> dict[str, 
     target = (contexts[0] if contexts else {}) | reading.threads(server.startup)
     if isinstance(server, External):  # all there is to tell whether two of them run the same
         target |= {
-            "n_ctx_seq": server.n_ctx,
-            "n_seq_max": server.total_slots,
-            "model": server.model,
+            "n_ctx_seq": server.about.n_ctx,
+            "n_seq_max": server.about.total_slots,
+            "model": server.about.model,
         }
     types = str(answer.settings.get("speculative.types", "")).split(",")
     own: dict[str, Any] = {
         "spec_types": [name for name in types if name not in ("", NOTHING)],
-        "slots": server.total_slots,
+        "slots": server.about.total_slots,
         "cached": answer.cached,
     }
     if shares := reading.acceptance_per_position(log, answer.slot):
@@ -89,9 +89,10 @@ def _unhonoured(
 
     target = resolved["target"]
     n_ctx = target.get("n_ctx", cell.n_ctx)
+    most = cell.n_ctx or n_ctx  # llama.cpp's own limit of a batch
     exact: dict[str, Any] = {
-        "n_batch": min(cell.n_batch, n_ctx),  # llama.cpp's own limits
-        "n_ubatch": min(cell.n_ubatch, cell.n_batch, n_ctx),
+        "n_batch": min(cell.n_batch, most),
+        "n_ubatch": min(cell.n_ubatch, cell.n_batch, most),
         "n_seq_max": cell.n_parallel,
         "kv_unified": cell.kv_unified,
         "type_k": cell.type_k,
@@ -107,10 +108,11 @@ def _unhonoured(
 
 
 def _provenance(cell: Cell, server: Server | External) -> dict[str, Any]:
-    own: dict[str, Any] = {"build": server.build, "command": server.shown}
+    own: dict[str, Any] = {"build": server.about.build, "command": server.shown}
     if isinstance(server, External):
-        return {"server": own, "target": {"name": server.model.get("name", "")}}
-    host = dict(library.environment()) | {"library": f"llama-server {server.build}"}
+        return {"server": own, "target": {"name": server.about.model.get("name", "")}}
+    host = dict(library.environment()) | {"library": f"llama-server {server.about.build}"}
+    host["variables"] = {k: v for k, v in host["variables"].items() if not OVERRIDES.match(k)}
     if info := reading.system_info(server.startup):
         host |= {"system_info": info, "devices": reading.devices(server.startup)}
     if reading.reads_config_file(server.startup):

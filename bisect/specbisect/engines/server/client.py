@@ -5,6 +5,7 @@ Every fault is an `EngineFault` with one line. Field names are those of llama.cp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import httpx
@@ -42,6 +43,10 @@ class Disconnected(EngineFault):
     """The server ended the connection, most likely because it ended itself."""
 
 
+class Refused(EngineFault):
+    """The server answered that it will not do what it was asked; nothing is wrong with the server."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One completion: what was generated, and the server's own account of it. Times in seconds."""
@@ -56,6 +61,17 @@ class Answer:
     prompt_s: float
     generate_s: float
     settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a server says of itself. `model` is what tells its model from another; no path of its machine."""
+
+    build: str
+    total_slots: int
+    n_ctx: int
+    n_vocab: int
+    model: Mapping[str, Any]
 
 
 class Client:
@@ -80,6 +96,24 @@ class Client:
     def get(self, path: str) -> Any:
         """The JSON at `path`."""
         return _json(self._send("GET", path, None))
+
+    def about(self) -> About:
+        """What the server says of itself. Raises `EngineFault` when it is no llama-server."""
+        props, models = self.get("/props"), self.get("/v1/models")
+        try:
+            meta = models["data"][0]["meta"]
+            name = PurePath(props["model_path"].replace("\\", "/")).name
+            return About(
+                build=str(props["build_info"]),
+                total_slots=int(props["total_slots"]),
+                n_ctx=int(props["default_generation_settings"]["n_ctx"]),
+                n_vocab=int(meta["n_vocab"]),
+                model={"name": name, "n_params": meta["n_params"], "size": meta["size"]},
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineFault(
+                STAGE, f"/props and /v1/models do not say what is needed: {error}"
+            ) from None
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`, with BOS where the vocabulary wants it."""
@@ -147,9 +181,8 @@ def _json(response: httpx.Response) -> Any:
     if response.is_error:
         error = value.get("error", value) if isinstance(value, dict) else value
         message = error.get("message", error) if isinstance(error, dict) else error
-        raise EngineFault(
-            STAGE, f"{where} answered HTTP {response.status_code}: {_line(str(message))}"
-        )
+        kind = Refused if response.is_client_error else EngineFault
+        raise kind(STAGE, f"{where} answered HTTP {response.status_code}: {_line(str(message))}")
     return value
 
 

@@ -11,6 +11,7 @@ _FATAL = re.compile(
     r"\b(?:error|failed|couldn't|abort|assert|invalid|exception|unable)\b", re.IGNORECASE
 )
 _STAMP = re.compile(r"^(?:\d+\.\d\d\.\d{3}\.\d{3} )?(?:[IWED] )?")
+_DIRECTORIES = re.compile(r"(?<![\w.:/])/(?:[^\s/'\"]+/)+")
 _POLL_S = 0.005
 _RECENT = 50
 
@@ -52,7 +53,11 @@ class Log:
 
 
 def reason(text: str) -> str:
-    """The one line of `text` that says best why a server failed: its last complaint, else its last line."""
+    """The one line of `text` that says best why a server failed: its last complaint, else its last line.
+
+    Files are named without their directories, which are nobody's business in a report.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
     complaints = [line for line in lines[-_RECENT:] if _FATAL.search(line)]
-    return " ".join((complaints or lines or ("nothing",))[-1].split())
+    line = " ".join((complaints or lines or ("nothing",))[-1].split())
+    return _DIRECTORIES.sub("", line)

@@ -6,10 +6,9 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
 
 from specbisect import stage
 from specbisect.engines.server import reaper
@@ -24,7 +23,9 @@ ANSWER_S = float(os.environ.get("SPECBISECT_SERVER_ANSWER_S", "1800"))
 """How long one completion may take."""
 
 _LISTENING = re.compile(r"listening on https?://[^\s:]+:(\d+)")
-_OVERRIDES = re.compile(r"^(LLAMA_ARG_|AIP_)")  # variables llama-server takes settings from
+OVERRIDES = re.compile(r"^(LLAMA_ARG_|LLAMA_API_KEY|AIP_)")
+"""Environment variables that llama-server would take settings from; they are kept from it."""
+
 _SIGNALS = 128  # an exit code above it names a signal
 _POLL_S = 0.02
 _DYING_S = 10.0
@@ -41,7 +42,7 @@ class Server:
         self.log = Log()
         self.startup = ""
         key = secrets.token_hex(16)
-        keep = {k: v for k, v in os.environ.items() if not _OVERRIDES.match(k)}
+        keep = {k: v for k, v in os.environ.items() if not OVERRIDES.match(k)}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, *command, "--host", HOST, "--port", "0"],
             stdin=subprocess.PIPE,
@@ -54,11 +55,10 @@ class Server:
         self.shown = " ".join(Path(word).name if "/" in word else word for word in command)
         try:
             self.client = self._ready(key)
-            props = self.client.get("/props")
+            self.about = self.client.about()
         except BaseException:
             self.close()
             raise
-        self.build, self.total_slots = str(props["build_info"]), int(props["total_slots"])
         self.startup = self.log.text()
 
     def _ready(self, key: str) -> Client:
@@ -141,25 +141,10 @@ class External:
         try:
             if not self.client.healthy():
                 raise BadInput(f"the llama-server at {url} is still loading its model; wait for it")
-            props = self.client.get("/props")
-            self.model = self._model(props)
-            self.build, self.total_slots = str(props["build_info"]), int(props["total_slots"])
-            self.n_ctx = int(props["default_generation_settings"]["n_ctx"])
+            self.about = self.client.about()
         except EngineFault as fault:
             self.client.close()
             raise BadInput(f"{url} is no llama-server that can be used: {fault.reason}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            self.client.close()
-            raise BadInput(
-                f"{url} is no llama-server that can be used: its /props lack {error}"
-            ) from None
-
-    def _model(self, props: Mapping[str, Any]) -> dict[str, Any]:
-        """What tells the served model from another; no path of that machine."""
-        listed = self.client.get("/v1/models")["data"][0].get("meta") or {}
-        facts = {name: listed.get(name) for name in ("n_params", "size", "n_vocab")}
-        name = PurePath(str(props["model_path"]).replace("\\", "/")).name
-        return {"name": name, "file_type": props.get("model_ftype")} | facts
 
     def attend(self) -> None:
         """There is no log to listen to."""
