@@ -261,6 +261,16 @@ class Store:
         found = self._rows("SELECT json FROM findings WHERE case_key = ? ORDER BY rowid", key)
         return tuple(text for (text,) in found)
 
+    def keep(self, key: str, text: str) -> None:
+        """Keep a measurement under a key of its own (an envelope, a profile)."""
+        with self.transaction():
+            self._share_text(key, text)
+
+    def kept(self, key: str) -> str | None:
+        """A measurement kept before, or None."""
+        found = self._one("SELECT json FROM shared WHERE digest = ?", key)
+        return None if found is None else str(found[0])
+
     def begin_trial(self, search: str, candidate: str) -> None:
         """Enter a trial before it runs; one that was entered before is entered again as not ended."""
         self._execute(
