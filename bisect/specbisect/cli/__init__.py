@@ -15,11 +15,11 @@ from typing import Any, NoReturn, Protocol
 import click
 
 from specbisect import __version__
-from specbisect.errors import SpecbisectError
+from specbisect.errors import BadInput, SpecbisectError, did_you_mean
 
 COMMANDS = {
     name: f"specbisect.cli.{name}"
-    for name in ("demo", "plan", "run", "show", "check", "quantize", "env")
+    for name in ("demo", "plan", "run", "show", "check", "diagnose", "quantize", "env")
 }
 """Modules by command, in the order of the help page; one is imported when its command is asked for."""
 
@@ -41,10 +41,10 @@ class Commands(click.Group):
         """In the order in which people meet them."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name."""
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """The command of that name. Raises `BadInput` when there is none."""
         if cmd_name not in COMMANDS:
-            return None
+            raise BadInput(f"there is no command {cmd_name!r}{did_you_mean(cmd_name, COMMANDS)}")
         command: click.Command = import_module(COMMANDS[cmd_name]).command
         return command
 

@@ -5,7 +5,7 @@ proves it, and without one the finding is ``unexplained`` and keeps everything t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from specbisect.cell import Case, DraftModel, SelfDraft
 from specbisect.compare import Verdict, compare
 from specbisect.diagnose import numeric
 from specbisect.diagnose.alignment import align
-from specbisect.diagnose.envelope import Envelope
-from specbisect.diagnose.finding import Evidence, Finding, Label
+from specbisect.diagnose.conclusion import Conclusion, Options
+from specbisect.diagnose.finding import Evidence, Finding
 from specbisect.diagnose.lab import Lab, scripted
 from specbisect.diagnose.replay import Replay, cycle_of, first_token, positive_control, replay
 from specbisect.engines.decoding import Observe
@@ -26,32 +26,6 @@ from specbisect.trace import Trace
 
 SELF_ACCEPTANCE = 0.98
 """The target as its own drafter is accepted at least this often, near-ties aside."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How much to do.
-
-    `repeats` of each arm; `audit` also examines what gives no cause for suspicion; `envelope` of the target as
-    measured before; `reference` is the path of the dequantised target, None before it is made, "" when it cannot be;
-    `siblings` are the fork indices of the same case at all draft lengths.
-    """
-
-    repeats: int = 1
-    audit: bool = False
-    envelope: Envelope | None = None
-    reference: str | None = None
-    siblings: Mapping[int, int | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """A label, its sub-kind, and the sentence users read."""
-
-    label: Label
-    kind: str
-    summary: str
-    also: "Conclusion | None" = None
 
 
 class Examination:

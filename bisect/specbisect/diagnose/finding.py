@@ -47,7 +47,8 @@ class Finding(BaseModel):
     """What is wrong with one case, and the proof.
 
     `kind` is the label's sub-kind (``at-fork`` or ``accumulated`` for ``batch-width``; ``silent`` where tokens agree
-    but rows do not; …). `summary` is the sentence users read. `also` names a second, independent cause. `counters` is what the diagnosis cost.
+    but rows do not; …). `summary` is the sentence users read, `also` names a second, independent cause. `counters`
+    is what the diagnosis cost.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)

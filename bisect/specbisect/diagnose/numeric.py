@@ -8,6 +8,8 @@ import numpy as np
 
 from specbisect import stage
 from specbisect.cell import SelfDraft
+from specbisect.diagnose.conclusion import Conclusion
+from specbisect.diagnose.finding import Label
 from specbisect.diagnose.reference import RATIO, error, reference_row
 from specbisect.diagnose.replay import cycle_of, first_token
 from specbisect.diagnose.widths import WIDEST, WidthTable, width_table
@@ -15,7 +17,7 @@ from specbisect.llama.context import Logits
 from specbisect.trace import Trace
 
 if TYPE_CHECKING:
-    from specbisect.diagnose.examine import Conclusion, Examination
+    from specbisect.diagnose.examine import Examination
 
 NEEDS_REFERENCE = "needs-reference"
 """Sub-kind of a finding that has to be examined again with the float32 reference."""
@@ -34,10 +36,8 @@ class Change:
     seen: Logits | None
 
 
-def conclude(ex: "Examination", rows: Mapping[int, Logits]) -> "Conclusion":
+def conclude(ex: "Examination", rows: Mapping[int, Logits]) -> Conclusion:
     """The label of a case whose rows are reproduced bit for bit and yet differ between the arms."""
-    from specbisect.diagnose.examine import Conclusion
-
     trace = ex.speculative
     token = ex.verdict.fork
     if token is None:
@@ -58,10 +58,8 @@ def conclude(ex: "Examination", rows: Mapping[int, Logits]) -> "Conclusion":
     return Conclusion("batch-width", kind, _in_words(ex, kind, change, table))
 
 
-def audit(ex: "Examination") -> "Conclusion":
+def audit(ex: "Examination") -> Conclusion:
     """The label of a case in which tokens agree and rows are reproduced: is any width it used out of line?"""
-    from specbisect.diagnose.examine import Conclusion
-
     trace = ex.speculative
     number = min(1, len(trace.cycles) - 1)
     cycle = trace.cycles[number]
@@ -132,20 +130,15 @@ def _note_widths(ex: "Examination", table: WidthTable) -> None:
 
 def _defect(
     ex: "Examination", table: WidthTable, used: Sequence[int], change: Change | None
-) -> "Conclusion | None":
+) -> Conclusion | None:
     """A `kernel-defect` or `baseline`, when the change is not what reordering a sum makes."""
-    from specbisect.diagnose.examine import Conclusion
-
     silent = "" if change is not None else " (tokens agree)"
     broken = [r.width for r in table.rows if not r.finite] or (
         [change.width] if change is not None and ex.speculative.nonfinite else []
     )
     if broken and (1 in broken or set(broken) & set(used)):
-        label, what = (
-            ("baseline", "width 1 gives")
-            if 1 in broken
-            else ("kernel-defect", f"widths {broken} give")
-        )
+        label: Label = "baseline" if 1 in broken else "kernel-defect"
+        what = "width 1 gives" if 1 in broken else f"widths {broken} give"
         return Conclusion(label, "nan", f"{what} NaN or infinity{silent}")
     odd = sorted(set(table.loners()) & set(used))
     if odd:
@@ -171,9 +164,7 @@ def _beyond_envelope(ex: "Examination", table: WidthTable, change: Change | None
 
 def _against_reference(
     ex: "Examination", table: WidthTable, used: Sequence[int], change: Change | None
-) -> "Conclusion | None":
-    from specbisect.diagnose.examine import Conclusion
-
+) -> Conclusion | None:
     run = "every width's row against a float32 copy of the target"
     if ex.options.reference is None:
         return Conclusion(

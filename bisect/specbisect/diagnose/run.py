@@ -214,6 +214,7 @@ class Coordinator:
         measured = self.workers.submit(measure_envelope, case.vanilla, vanilla, wanted).result()
         if isinstance(measured, Failure):
             return known or None
+        assert isinstance(measured, Envelope)
         merged = replace(measured, widths={**known.widths, **measured.widths})
         self.store.keep(key, _ENVELOPE.dump_json(merged).decode())
         return merged
