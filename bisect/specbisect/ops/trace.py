@@ -16,7 +16,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 from specbisect.errors import BadInput, EngineFault
-from specbisect.llama.context import Logits, Settings
+from specbisect.llama.context import Logits, Settings, Tamper
 from specbisect.llama.model import LoadedModel
 from specbisect.ops import tensors
 from specbisect.ops.clean import CleanState
@@ -94,8 +94,8 @@ NODE_TRACE = TypeAdapter(NodeTrace)
 class Tracer:
     """Traces batches that follow one history: `prompt` in batches, then `then` one by one. A context manager.
 
-    `change` plants a fault in a node. Raises `EngineFault` when tensors cannot be read, or when the backend gives other
-    bits every time.
+    `change` plants a fault in a node, `tamper` one in the logits that shows only when nobody watches. Raises
+    `EngineFault` when tensors cannot be read, or when the backend gives other bits every time.
     """
 
     def __init__(
@@ -105,11 +105,12 @@ class Tracer:
         prompt: Sequence[int],
         then: Sequence[int] = (),
         *,
+        tamper: Tamper | None = None,
         change: Visit | None = None,
     ) -> None:
         self.watcher = Watcher(change)
         self.state = CleanState(model, settings, cb_eval=self.watcher.callback)
-        self._plain = self.state if change else CleanState(model, settings)
+        self._plain = self.state if change else CleanState(model, settings, tamper=tamper)
         for state in {self.state, self._plain}:
             state.read(prompt, then)
 
