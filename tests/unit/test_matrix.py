@@ -335,9 +335,9 @@ class TestOverrides:
         ("flags", "message"),
         [
             ({"n_bach": "8"}, "--set: unknown key n_bach; did you mean n_batch"),
-            ({"n_batch": "x"}, "--set: n_batch[0] = 'x' has the wrong type; give an integer"),
-            ({"flash_attn": "onn"}, "--set: flash_attn[0] = 'onn' is unknown; did you mean on"),
-            ({"n_predict": "0"}, "--set: n_predict[0] = 0 is below 1; raise it"),
+            ({"n_batch": "x"}, "--set: n_batch = 'x' has the wrong type; give an integer"),
+            ({"flash_attn": "onn"}, "--set: flash_attn = 'onn' is unknown; did you mean on"),
+            ({"n_predict": "0"}, "--set: n_predict = 0 is below 1; raise it"),
         ],
     )
     def test_bad_axes(self, plan: Callable[..., Plan], flags: dict[str, str], message: str) -> None:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _exit_code(arguments: list[str]) -> int:
     try:
-        with cli.make_context("specbisect", arguments) as context:
+        with cli.make_context("specbisect", list(arguments)) as context:
             found: Finding | None = cli.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as done:  # --help and --version

@@ -1,18 +1,19 @@
-"""``specbisect check``: one case, from flags."""
+"""``specbisect check``: one case, from flags or from a pasted command line."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from specbisect.cell import Prompt
 from specbisect.cli import flags, options, output
+from specbisect.cli.asked import Asked, from_line, from_report, parse_maps, read_prompt
 from specbisect.cli.verdicts import Verdicts
 from specbisect.errors import BadInput
 
 if TYPE_CHECKING:
-    from specbisect.cell import Case, Prompt
+    from specbisect.cell import Case
     from specbisect.cli.pair import Pair
-    from specbisect.matrix import Plan
 
 
 @click.command("check")
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 @flags.parameters
 @click.option("-p", "--prompt", help="The prompt, used as it stands: no chat template.")
 @click.option("-f", "--prompt-file", type=options.PATH, help="File with the prompt.")
+@click.option("--cmdline", metavar="LINE", help="A llama.cpp command line, pasted in quotes.")
+@click.option("--issue-file", type=options.PATH, help="A bug report to read the case from.")
+@click.option(
+    "--map",
+    "maps",
+    multiple=True,
+    metavar="FROM=TO",
+    help="Where a path of LINE is on this machine.",
+)
 @flags.axes
 @options.settings
 @options.timeout
@@ -29,12 +39,9 @@ if TYPE_CHECKING:
 @options.as_json
 def command(
     *,
-    target: Path | None,
-    draft: Path | None,
-    drafter: str | None,
-    prompt: str | None,
-    prompt_file: Path | None,
-    settings: tuple[str, ...],
+    cmdline: str | None,
+    issue_file: Path | None,
+    maps: tuple[str, ...],
     timeout: float,
     as_json: bool,
     **given: Any,
@@ -44,52 +51,59 @@ def command(
     \b
     specbisect check -m target.gguf -md draft.gguf --n-max 7 -p "Once upon a time"
     specbisect check -m target.gguf --drafter ngram-simple --size-n 3 -f prompt.txt
+    specbisect check --cmdline 'llama-server -m a.gguf -md b.gguf --spec-type draft-simple' -f prompt.txt
 
     Exit codes: 0 no difference, 1 a difference, 2 bad input, 3 failed or nothing was tested.
     """
-    axes, parameters = flags.taken(given)
-    if target is None:
-        raise BadInput("no target is given; add -m FILE")
-    method = drafter or ("draft-model" if draft else None)
-    if method is None:
-        raise BadInput("no drafter is given; add -md FILE, or --drafter with a method")
-    table = {"method": method} | parameters | ({"model": str(draft.absolute())} if draft else {})
-    plan = _plan(target, table, axes | options.axes(settings), _prompt(prompt, prompt_file))
-    pair = _pair(_only_case(plan), timeout)
+    asked = _pasted(cmdline, issue_file, tuple(parse_maps(maps))).under(_flags(given))
+    for line in asked.account:
+        output.note(line)
+    for warning in asked.warnings:
+        output.note(f"warning: {warning}")
+    pair = _run(_case(asked), timeout)
     if as_json:
-        output.emit(pair.document())
+        read = {"account": asked.account, "warnings": asked.warnings}
+        output.emit(pair.document() | (read if cmdline or issue_file else {}))
     else:
         click.echo("\n\n".join(pair.render(output.columns())))
     return Verdicts.of([pair.verdict.outcome])
 
 
-def _prompt(text: str | None, file: Path | None) -> "Prompt":
-    from specbisect.cell import Prompt
-
-    if (text is None) == (file is None):
-        raise BadInput("give one prompt, as --prompt TEXT or --prompt-file FILE")
-    if file is None:
-        return Prompt("prompt", text or "")
-    try:
-        read = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"--prompt-file {file}: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise BadInput(f"--prompt-file {file} is not UTF-8 text; save it as UTF-8") from None
-    return Prompt(file.stem, read.removesuffix("\n"))  # as llama.cpp's -f
+def _pasted(line: str | None, report: Path | None, maps: tuple[tuple[str, str], ...]) -> Asked:
+    if line is not None and report is not None:
+        raise BadInput("--cmdline and --issue-file are two ways to say the same; give one")
+    if line is not None:
+        return from_line(line, maps)
+    return from_report(report, maps) if report else Asked()
 
 
-def _plan(target: Path, drafter: dict[str, Any], axes: dict[str, str], prompt: "Prompt") -> "Plan":
+def _flags(given: dict[str, Any]) -> Asked:
+    axes, drafter = flags.taken(given)
+    if given["drafter"]:
+        drafter["method"] = given["drafter"]
+    text, file = given["prompt"], given["prompt_file"]
+    if text is not None and file is not None:
+        raise BadInput("--prompt and --prompt-file are two prompts; give one")
+    return Asked(
+        target=given["target"],
+        draft=given["draft"],
+        drafter=drafter,
+        axes=axes | options.axes(given["settings"]),
+        prompt=read_prompt(file) if file else Prompt("prompt", text) if text is not None else None,
+    )
+
+
+def _case(asked: Asked) -> "Case":
+    """The one case that is asked for, checked as far as can be without running it."""
+    from specbisect.cli.run import check
     from specbisect.matrix import Overrides, build
 
-    tables = {"schema": "specbisect.matrix/1", "drafter": [drafter]}
-    given = Overrides(targets=(target,), prompts=(prompt,), axes=axes)
-    return build(tables, given, source="check")
-
-
-def _only_case(plan: "Plan") -> "Case":
-    from specbisect.cli.run import check
-
+    if asked.target is None:
+        raise BadInput("no target is given; add -m FILE")
+    if asked.prompt is None:
+        raise BadInput("no prompt is given; add --prompt TEXT or --prompt-file FILE")
+    overrides = Overrides(targets=(asked.target,), prompts=(asked.prompt,), axes=asked.axes)
+    plan = build(asked.tables(), overrides, source="check")
     if plan.count() != 1:
         raise BadInput(
             f"these flags make {plan.count()} cells, and check runs one; give single values, or write a matrix"
@@ -98,7 +112,7 @@ def _only_case(plan: "Plan") -> "Case":
     return next(plan.cases())
 
 
-def _pair(case: "Case", timeout: float) -> "Pair":
+def _run(case: "Case", timeout: float) -> "Pair":
     from specbisect.cli.pair import Pair
     from specbisect.engines import run_arm
     from specbisect.trace import Failure

@@ -1,7 +1,6 @@
 """``specbisect env``: what this machine, library and installation are."""
 
 import platform
-from pathlib import Path
 from typing import Any
 
 import click
@@ -35,25 +34,20 @@ def environment() -> dict[str, Any]:
         "specbisect": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         **child.call(library.environment),
-        "cache": f"{_homeless(cache)} ({len(models)} models, {output.mebibytes(size)})",
+        "cache": f"{library.homeless(str(cache))} ({len(models)} models, {output.mebibytes(size)})",
         "llama_server": _server(),
     }
 
 
 def _server() -> str:
     from specbisect.engines.server import binary
+    from specbisect.llama import library
 
     try:
         found = binary.find()
     except BadInput as error:
-        return f"none: {error}"
-    return f"{found.version} at {_homeless(found.path)}"
-
-
-def _homeless(path: Path) -> str:
-    """`path` without the name of the user whose home it is in."""
-    home = Path.home()
-    return str(Path("~") / path.relative_to(home)) if path.is_relative_to(home) else str(path)
+        return library.homeless(f"none: {error}")
+    return library.homeless(f"{found.version} at {found.path}")
 
 
 def _plain(value: Any) -> str:

@@ -29,7 +29,7 @@ LLAMA_CPP: Mapping[str, tuple[str, ...]] = {
 }
 """llama.cpp's options for axes; those of switches have a ``--no-`` form too."""
 
-_OWN = ("method", "model", "drafts", "args")
+_OWN = ("method", "model", "args")
 _AXIS, _PARAMETER = "axis_", "parameter_"
 
 
@@ -42,7 +42,7 @@ def axes(command: Any) -> Any:
     """An option for each axis."""
     for axis in reversed(AXES.values()):
         names = [flag(axis.name), *LLAMA_CPP.get(axis.name, ())]
-        told = f"{axis.why}; default {_plain(axis.default)}"
+        told = f"{axis.why}; default {plain(axis.default)}"
         if isinstance(axis.default, bool):
             long = [n for n in names if n.startswith("--")]
             option = click.option(
@@ -64,7 +64,7 @@ def parameters(command: Any) -> Any:
     known: dict[str, tuple[Any, list[str]]] = {}
     for method, kind in DRAFTERS.items():
         for f in fields(kind):
-            if f.name not in _OWN:
+            if f.name not in _OWN and method != "scripted":  # whose drafts no flag can hold
                 known.setdefault(f.name, (get_type_hints(kind)[f.name], []))[1].append(method)
     for name, (kind, methods) in reversed(known.items()):
         long = flag(f"draft_{name}" if name in AXES else name)
@@ -88,9 +88,10 @@ def taken(given: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         }
         for prefix in (_AXIS, _PARAMETER)
     }
-    axes = {name: _plain(value) for name, value in found[_AXIS].items() if value is not None}
+    axes = {name: plain(value) for name, value in found[_AXIS].items() if value is not None}
     return axes, {name: value for name, value in found[_PARAMETER].items() if value is not None}
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value of an axis as ``--set`` takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -38,14 +38,14 @@ def parts(path: Path) -> tuple[Path, ...]:
     Raises `BadInput` when one is missing, or when `path` is a later part.
     """
     split = _SPLIT.fullmatch(path.name)
-    names = [path.name]
+    found: tuple[Path, ...] = (path,)
     if split:
         if int(split["number"]) != 1:
             first = f"{split['stem']}-00001-of-{split['count']}.gguf"
             raise BadInput(f"{path} is a later part of a split model; give its first part, {first}")
         total = int(split["count"])
         names = [f"{split['stem']}-{i:05}-of-{total:05}.gguf" for i in range(1, total + 1)]
-    found = tuple(path.with_name(name) for name in names)
+        found = tuple(path.with_name(name) for name in names)
     for part in found:
         if not part.exists():
             mend = "check the path" if part == path else "put all parts beside the first one"

@@ -17,7 +17,9 @@ import psutil
 import xxhash
 
 LOG_LINES = 200
-ENVIRONMENT = re.compile(r"^(GGML|LLAMA|OMP|CUDA|HIP|ROCR|VK)_[A-Z0-9_]+$")
+ENVIRONMENT = re.compile(
+    r"^(?!.*(KEY|TOKEN|SECRET|PASS))(GGML|LLAMA|OMP|CUDA|HIP|ROCR|VK)_[A-Z0-9_]+$"
+)
 """Environment variables that can change results; every other one stays out of traces and reports."""
 
 _DEBUG, _CONTINUED = 1, 5  # enum ggml_log_level
@@ -103,8 +105,15 @@ def environment() -> Mapping[str, Any]:
         "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "devices": _devices(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)},
+        "variables": {
+            k: homeless(v) for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)
+        },
     }
+
+
+def homeless(text: str) -> str:
+    """`text` without the home directory, whose path names the user."""
+    return text.replace(str(Path.home()), "~")
 
 
 def _devices() -> list[str]:

@@ -159,7 +159,7 @@ def _mend(cell: Cell, reason: str) -> str:
         named = [
             f"{f.name} = {json.dumps(getattr(cell.drafter, f.name))}"
             for f in fields(cell.drafter)
-            if f.name in words and f.name not in AXES
+            if f.name in words and f.name not in (*AXES, "model")
         ]
         if named:
             keys.append(f"drafter = {{ {', '.join(named)} }}")

@@ -59,7 +59,9 @@ def validate(table: Any, data: Mapping[str, Any], source: str, text: str = "") -
 
 
 def dotted(loc: Loc) -> str:
-    """``drafter[0].n_max`` of a location; the tag that a union puts into it is left out."""
+    """``drafter[0].n_max`` of a location, without the tag of a union, and without the place in a list of values."""
+    if len(loc) > 1 and isinstance(loc[-1], int) and loc[-2] not in schema.PLACES:
+        loc = loc[:-1]  # a lone value is a list too by now
     words = [
         f"[{part}]" if isinstance(part, int) else f".{part}"
         for i, part in enumerate(loc)
