@@ -1,0 +1,49 @@
+"""Library and machine, in the words of llama.cpp's issue form."""
+
+import re
+from dataclasses import dataclass
+
+from specbisect.report.subject import Subject
+
+SYSTEMS = {
+    "Linux": "Linux",
+    "Darwin": "Mac",
+    "Windows": "Windows",
+    "FreeBSD": "BSD",
+    "OpenBSD": "BSD",
+}
+_BACKEND = re.compile(r"(?:^|\|)\s*([A-Za-z]+) :")
+_NAMES = {"METAL": "Metal", "VULKAN": "Vulkan", "OPENCL": "OpenCL", "WEBGPU": "WebGPU"}
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the form asks for, and what changes results beside it."""
+
+    library: str
+    system: str
+    system_detail: str
+    backends: tuple[str, ...]
+    machine: str
+    devices: tuple[str, ...]
+    system_info: str
+    variables: tuple[tuple[str, str], ...]
+
+
+def of(about: Subject) -> Hardware:
+    """Read off the arms' traces; empty where no arm got so far."""
+    host = about.host
+    info = str(host.get("system_info", ""))
+    named = str(host.get("os", ""))
+    cores = f"{host['cores']} cores" if host.get("cores") else ""
+    memory = f"{host['memory_gib']} GiB" if host.get("memory_gib") else ""
+    return Hardware(
+        library=str(host.get("library", "not known")),
+        system=SYSTEMS.get(named.partition(" ")[0], "Other"),
+        system_detail=named,
+        backends=tuple(dict.fromkeys(_NAMES.get(b, b) for b in _BACKEND.findall(info))) or ("CPU",),
+        machine=", ".join(filter(None, (host.get("cpu"), host.get("machine"), cores, memory))),
+        devices=tuple(host.get("devices", ())),
+        system_info=info,
+        variables=tuple(sorted(host.get("variables", {}).items())),
+    )
