@@ -7,6 +7,8 @@ planted fault replaces exactly one of them.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +18,39 @@ from specbisect.engines.drafters import Proposer
 from specbisect.engines.memory import Memory
 from specbisect.llama.context import Context, Logits, rows_of
 from specbisect.llama.logits import Choice, choose
+from specbisect.llama.vocab import Vocab
 from specbisect.trace import Cycle, Finish
 
 Observe = Callable[[int, Logits], None]
 """Told the index of the next token and the rows it and its followers are taken from; copy what is to be kept."""
 
 
+class Place(Protocol):
+    """Where a model is evaluated, as far as arms and traces need to know: a context of ours or another layer's."""
+
+    resolved: dict[str, Any]
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary."""
+
+    @property
+    def path(self) -> Path:
+        """The model's file."""
+
+    @property
+    def n_ctx_seq(self) -> int:
+        """How many positions a sequence can have."""
+
+    def unhonoured(self) -> list[str]:
+        """Settings that were asked for and not followed."""
+
+
 @dataclass(slots=True)
 class Recorder:
     """Collects what an arm generates, and says when it is over."""
 
-    context: Context
+    place: Place
     n_predict: int
     ignore_eos: bool
     observe: Observe | None = None
@@ -37,7 +61,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         if self.ignore_eos:  # llama.cpp's meaning: end-of-generation tokens cannot be chosen
-            self.banned = np.asarray(self.context.model.vocab.end_tokens, dtype=np.intp)
+            self.banned = np.asarray(self.place.vocab.end_tokens, dtype=np.intp)
 
     def show(self, logits: Logits) -> Logits:
         """Pass rows on, shown to whoever observes."""
@@ -53,14 +77,14 @@ class Recorder:
         """One more token, and what its own row says. Call only while `finish` is None."""
         self.ids.append(token)
         self.choices.append(choice)
-        if token in self.context.model.vocab.end_tokens and not self.ignore_eos:
+        if token in self.place.vocab.end_tokens and not self.ignore_eos:
             self.finish = "eog"
         elif len(self.ids) >= self.n_predict:
             self.finish = "length"
 
     def fits(self, position: int) -> bool:
         """Whether the context has room for a token at `position`; if not, the arm is over."""
-        if position >= self.context.n_ctx_seq:
+        if position >= self.place.n_ctx_seq:
             self.finish = "context"
         return self.finish is None
 

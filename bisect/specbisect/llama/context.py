@@ -6,8 +6,9 @@ Everything that evaluates a model goes through `Context.evaluate`, which counts 
 import ctypes
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from specbisect.cell import CacheType, Cell, FlashAttn
 from specbisect.errors import EngineFault
 from specbisect.llama import library
 from specbisect.llama.model import LoadedModel
+from specbisect.llama.vocab import Vocab
 from specbisect.trace import Counters
 
 Logits = npt.NDArray[np.float32]
@@ -81,6 +83,56 @@ class Settings:
         )
 
 
+def resolve(ctx: Any, settings: Settings, log: Sequence[str]) -> dict[str, Any]:
+    """What llama.cpp made of `settings` in the context `ctx`, whose making printed `log`.
+
+    Read back by call where llama.cpp offers one, else from the log.
+    """
+    lib, text = library.load(), "\n".join(log)
+    asked = asdict(settings)
+    stated = dict(re.findall(r"^llama_context: (\w+) += (\S+)", text, re.MULTILINE))
+    caches = re.findall(r"K \((\w+)\):.*V \((\w+)\):", text)
+    flash = stated.get("flash_attn", asked["flash_attn"])
+    if flash == "auto" and (
+        found := re.search(r"Flash Attention (enabled|disabled)|flash_attn.* (disabled)", text)
+    ):
+        flash = found[1] or found[2]
+    return asked | {
+        "n_ctx": int(lib.llama_n_ctx(ctx)),
+        "n_ctx_seq": int(lib.llama_n_ctx_seq(ctx)),
+        "n_batch": int(lib.llama_n_batch(ctx)),
+        "n_ubatch": int(lib.llama_n_ubatch(ctx)),
+        "n_seq_max": int(lib.llama_n_seq_max(ctx)),
+        "n_threads": int(lib.llama_n_threads(ctx)),
+        "n_threads_batch": int(lib.llama_n_threads_batch(ctx)),
+        "flash_attn": {"enabled": "on", "disabled": "off"}.get(flash, flash),
+        "kv_unified": stated.get("kv_unified", str(asked["kv_unified"]).lower()) == "true",
+        "type_k": caches[0][0] if caches else asked["type_k"],
+        "type_v": caches[0][1] if caches else asked["type_v"],
+    }
+
+
+def unhonoured(settings: Settings, resolved: Mapping[str, Any]) -> list[str]:
+    """Settings that were asked for and not followed.
+
+    Choosing where the choice was left open is following, and so is what llama.cpp states: n_ctx is rounded up,
+    n_batch is at most n_ctx, n_ubatch at most n_batch.
+    """
+    asked, got = asdict(settings), resolved
+    free = {name for name in ("n_threads", "n_threads_batch", "n_ctx") if not asked[name]}
+    free |= {"flash_attn"} if asked["flash_attn"] == "auto" else set()
+    free |= {"n_ctx"} if got["n_ctx"] >= asked["n_ctx"] else set()
+    follows = asked | {
+        "n_batch": min(asked["n_batch"], got["n_ctx"]),
+        "n_ubatch": min(asked["n_ubatch"], got["n_batch"]),
+    }
+    return [
+        f"{name} = {asked[name]} (got {got[name]})"
+        for name, value in follows.items()
+        if name not in free and value != got[name]
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The part of a sequence's state that cannot be cut back, and the position it ends at."""
@@ -115,7 +167,7 @@ class Context:
         if not self._ctx:
             raise EngineFault("context", log[-1] if log else "llama_init_from_model failed")
         self.memory = self.lib.llama_get_memory(self._ctx)
-        self.resolved = self._resolve("\n".join(log))
+        self.resolved = resolve(self._ctx, self.settings, log)
         self.n_batch = int(self.lib.llama_n_batch(self._ctx))
         self.n_ctx_seq = int(self.lib.llama_n_ctx_seq(self._ctx))
         self._batch = self.lib.llama_batch_init(self.n_batch, 0, 1)
@@ -134,50 +186,19 @@ class Context:
             cp.cb_eval = ctypes.cast(self._cb_eval, type(cp.cb_eval))
         return cp
 
-    def _resolve(self, log: str) -> dict[str, Any]:
-        """What llama.cpp made of the settings: read back by call where it offers one, else from its log."""
-        lib, ctx = self.lib, self._ctx
-        asked = asdict(self.settings)
-        stated = dict(re.findall(r"^llama_context: (\w+) += (\S+)", log, re.MULTILINE))
-        caches = re.findall(r"K \((\w+)\):.*V \((\w+)\):", log)
-        flash = stated.get("flash_attn", asked["flash_attn"])
-        if flash == "auto" and (
-            found := re.search(r"Flash Attention (enabled|disabled)|flash_attn.* (disabled)", log)
-        ):
-            flash = found[1] or found[2]
-        return asked | {
-            "n_ctx": int(lib.llama_n_ctx(ctx)),
-            "n_ctx_seq": int(lib.llama_n_ctx_seq(ctx)),
-            "n_batch": int(lib.llama_n_batch(ctx)),
-            "n_ubatch": int(lib.llama_n_ubatch(ctx)),
-            "n_seq_max": int(lib.llama_n_seq_max(ctx)),
-            "n_threads": int(lib.llama_n_threads(ctx)),
-            "n_threads_batch": int(lib.llama_n_threads_batch(ctx)),
-            "flash_attn": {"enabled": "on", "disabled": "off"}.get(flash, flash),
-            "kv_unified": stated.get("kv_unified", str(asked["kv_unified"]).lower()) == "true",
-            "type_k": caches[0][0] if caches else asked["type_k"],
-            "type_v": caches[0][1] if caches else asked["type_v"],
-        }
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary."""
+        return self.model.vocab
+
+    @property
+    def path(self) -> Path:
+        """The model's file."""
+        return self.model.path
 
     def unhonoured(self) -> list[str]:
-        """Settings that were asked for and not followed.
-
-        Choosing where the choice was left open is following, and so is what llama.cpp states: n_ctx is rounded up,
-        n_batch is at most n_ctx, n_ubatch at most n_batch.
-        """
-        asked, got = asdict(self.settings), self.resolved
-        free = {name for name in ("n_threads", "n_threads_batch", "n_ctx") if not asked[name]}
-        free |= {"flash_attn"} if asked["flash_attn"] == "auto" else set()
-        free |= {"n_ctx"} if got["n_ctx"] >= asked["n_ctx"] else set()
-        follows = asked | {
-            "n_batch": min(asked["n_batch"], got["n_ctx"]),
-            "n_ubatch": min(asked["n_ubatch"], got["n_batch"]),
-        }
-        return [
-            f"{name} = {asked[name]} (got {got[name]})"
-            for name, value in follows.items()
-            if name not in free and value != got[name]
-        ]
+        """Settings that were asked for and not followed."""
+        return unhonoured(self.settings, self.resolved)
 
     def evaluate(self, rows: Sequence[Row]) -> Logits:
         """Decode `rows` in n_batch pieces; logits of the wanted rows, shape (wanted, n_vocab), float32.

@@ -13,8 +13,9 @@ import numpy as np
 
 from specbisect import stage
 from specbisect.cell import Case, Cell
+from specbisect.engines.account import prompt_ids
 from specbisect.engines.faults import tamper_of
-from specbisect.engines.libllama import Models, prompt_ids
+from specbisect.engines.models import Models
 from specbisect.errors import BadInput
 from specbisect.llama import library
 from specbisect.llama.context import Logits, Settings
@@ -61,7 +62,7 @@ class Profiler:
 
     def measure(self, case: Case) -> None:
         """Add the greedy text that follows the prompt of `case`."""
-        prompt = prompt_ids(case, self.model)
+        prompt = prompt_ids(case, self.model.vocab)
         text = self._text(prompt)
         with self._state() as state:
             state.read(prompt)
@@ -102,7 +103,7 @@ class Profiler:
 
         Which kernels run does not depend on the tokens, so a history of that length is made of the prompt's own.
         """
-        prompt = prompt_ids(case, self.model)
+        prompt = prompt_ids(case, self.model.vocab)
         end = len(prompt) + self.cell.n_predict
         end = min(end, self.cell.n_ctx or end)
         widths = sorted(split(self.widths, self.settings.n_ubatch))
