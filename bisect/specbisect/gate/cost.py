@@ -227,9 +227,16 @@ def counts_of(pairs: Sequence[Paired]) -> Acceptance:
 class Spent:
     """Wall-clock seconds an arm took in all, those of failed runs among them, and the tokens that came of it."""
 
-    seconds: float
-    failed_s: float
-    tokens: int
+    seconds: float = 0.0
+    failed_s: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(
+            self.seconds + other.seconds,
+            self.failed_s + other.failed_s,
+            self.tokens + other.tokens,
+        )
 
     def price(self, per_hour: float) -> float | None:
         """The price of a million tokens, at so much an hour; failed work is paid for too. None when nothing came."""
