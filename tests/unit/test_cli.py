@@ -18,6 +18,7 @@ from specbisect.cli.verdicts import Verdicts
 from specbisect.compare import Outcome
 from specbisect.errors import EngineFault
 from specbisect.llama import quantize
+from specbisect.store import Store
 
 DEFECTS = Path(__file__).parents[1] / "cases" / "cli"
 MATRIX = """\
@@ -135,6 +136,21 @@ def test_a_run_says_what_it_found_and_goes_on_where_it_was(place: Path, run: Run
     assert run("show found --json") == (0, out, "")
     (shown,) = json.loads(run("show found --quant q8_0 --prompt two --json")[1])["cases"]
     assert shown == found["cases"][3]
+
+
+def test_the_same_run_again_and_with_two_jobs_gives_the_same_traces(place: Path, run: Run) -> None:
+    for options in ("-o one", "-o again", "-o two --jobs 2"):
+        run(f"run matrix.toml --quant Q4_K_M,Q6_K --set n_ubatch=512,2 {options}")
+    with Store.open(Path("one"), readonly=True) as store:
+        rows = list(store.rows())
+        traces = [(store.arm(store.case(row.id).vanilla.key), store.arm(row.id)) for row in rows]
+    assert len(rows) == 8
+    for other in ("again", "two"):
+        with Store.open(Path(other), readonly=True) as store:
+            assert list(store.rows()) == rows
+            assert traces == [
+                (store.arm(store.case(row.id).vanilla.key), store.arm(row.id)) for row in rows
+            ]
 
 
 def test_json_of_a_run_has_what_it_promises(place: Path, run: Run) -> None:
@@ -278,6 +294,25 @@ def test_the_environment_names_nobody(
     assert str(home) not in out
     assert "secret" not in out
     assert "LLAMA_ARG_MODEL=~/model.gguf" in out
+
+
+def test_the_demo_says_what_its_result_means(place: Path, run: Run) -> None:
+    code, out, err = run("demo --base base.gguf -o demo")
+    assert code == 0
+    assert "50 cases: " in out
+    assert "What this means" in err
+    assert "specbisect show demo --cases" in err
+    assert run("demo --base base.gguf -o demo")[:2] == (code, out)
+
+
+def test_the_demo_without_its_model_says_where_it_comes_from(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    code, out, err = run("demo")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: SmolLM2-135M-Instruct.Q4_1.gguf is not here; run scripts/demo")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def command(
 
     The exit code is 0 when every case ran, also when some differ: that is what there is to see here.
     """
-    from specbisect.matrix import Overrides, find, load
+    from specbisect.matrix import Overrides, load, shipped
 
-    plan = load(find("demo"), Overrides(base=base or find_model()))
+    plan = load(shipped()["demo"], Overrides(base=base or find_model()))
     how = Execution(directory, timeout=timeout, fresh=fresh, as_json=as_json)
     verdicts = execute(plan, how)
     output.note("\n" + "\n".join(meaning(verdicts, directory)))

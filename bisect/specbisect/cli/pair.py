@@ -80,11 +80,13 @@ class Pair:
         found = f"{verdict.outcome}{f': {verdict.reason}' if verdict.reason else ''}"
         if verdict.outcome == "agree":
             found = f"no difference in {verdict.compared} tokens"
-        elif verdict.fork is not None and not verdict.reason:
-            found = (
-                f"fork at generated token {verdict.fork}: vanilla {verdict.reference_token}, "
-                f"speculative {verdict.speculative_token}"
-            )
+        elif verdict.outcome == "fork" and verdict.fork is not None:
+            tokens = [
+                f"{arm.arm} {' '.join(_token(arm, verdict.fork)[:2])}"
+                for arm in (self.vanilla, self.speculative)
+                if isinstance(arm, Trace)
+            ]
+            found = f"fork at generated token {verdict.fork}: {', '.join(tokens)}"
         lines.append(found)
         if (percentile := self.margin_percentile()) is not None:
             lines.append(

@@ -55,7 +55,7 @@ class _Outlook:
 
     @classmethod
     def of(cls, plan: "Plan", files: "list[tuple[Recipe, int]]", *, probe: bool) -> "_Outlook":
-        pruned = Counter(reason for _, reason in plan.pruned())
+        pruned = Counter(reason for _, reason in plan.pruned()) if plan.counts.pruned else {}
         cases = plan.count_cases()
         speed = _probe(plan) if probe else None
         sizes = {recipe.identity: size for recipe, size in files}

@@ -34,7 +34,7 @@ def shipped() -> dict[str, Path]:
 
 def find(name: str) -> Path:
     """The matrix file at the path `name`, else the shipped one of that name. Raises `BadInput` when there is none."""
-    if Path(name).exists():
+    if Path(name).is_file():
         return Path(name)
     if name in shipped():
         return shipped()[name]
