@@ -51,7 +51,7 @@ def test_a_trace_says_what_the_logits_say(model: LoadedModel) -> None:
         else:
             assert trace.first.largest > 0
             assert 0 <= trace.first.row < trace.width
-            assert trace.errors[-1].name == "result_output"
+            assert trace.errors[-1].key.name == "result_output"
             if trace.errors[-1].largest:
                 assert logits_differ(model, trace.width)
 
@@ -81,7 +81,7 @@ def test_every_layer_is_seen(tiny_models: Callable[..., Path], flash_attn: str) 
     assert trace.first.relative == pytest.approx(1)
     assert trace.row == 2
     assert [e.layer for e in trace.by_layer()] == [0, 1, 2, 3, None]
-    attention = {e.op for e in trace.errors if e.layer == 1} & {"FLASH_ATTN_EXT", "SOFT_MAX"}
+    attention = {e.key.op for e in trace.errors if e.layer == 1} & {"FLASH_ATTN_EXT", "SOFT_MAX"}
     assert attention == {"FLASH_ATTN_EXT" if flash_attn == "on" else "SOFT_MAX"}
 
 
@@ -146,11 +146,15 @@ def test_what_a_look_raises_is_raised(tiny_models: Callable[..., Path]) -> None:
 
 
 def test_a_trace_is_the_same_after_json() -> None:
-    errors = (NodeError("a-0", "ADD", 0, 1.0, 0.5), NodeError("b", "MUL", None, 2.0, 1.5))
+    errors = (
+        NodeError(tensors.Key("a-0", "ADD", 0), 0, 1.0, 0.5),
+        NodeError(tensors.Key("b", "MUL", 0), None, 2.0, 1.5),
+    )
     trace = NodeTrace(4, 20, None, 3, errors, 10, 12, True)
     assert NODE_TRACE.validate_json(NODE_TRACE.dump_json(trace)) == trace
     assert trace.jumps() == [(errors[1], 3.0)]
     assert trace.by_layer() == list(errors)
+    assert [trace.order(e.key) for e in errors] == [0, 1]
 
 
 def test_masked_values_do_not_count() -> None:

@@ -1,6 +1,7 @@
 """One ggml operation by itself: made anew from its description and data, and computed for any number of rows."""
 
 import ctypes
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,12 +99,17 @@ class Gguf:
         self.lib.ggml_free(self._ctx)
 
 
+KEY = "specbisect.operation"
+_FACTS = ("op", "number", "params", "type", "ne", "rows", "device", "n_threads", "n_threads_batch")
+
+
 @dataclass(frozen=True)
 class Operation:
     """One node of a graph with its inputs: all that ggml needs to compute it again.
 
     `sources` stand in the slots of the node; None is an empty slot. `type`, `ne` and `rows` describe the result as
-    in `Source`. `device` is ggml's name of where it ran, on `n_threads` threads if that is a CPU.
+    in `Source`. `device` is ggml's name of where it ran; if that is a CPU, a single row on `n_threads` threads and
+    more rows on `n_threads_batch`.
     """
 
     op: str
@@ -115,11 +121,37 @@ class Operation:
     rows: int
     device: str = "CPU"
     n_threads: int = 1
+    n_threads_batch: int = 1
 
     @property
     def width(self) -> int:
         """Rows in the batch."""
         return self.ne[self.rows]
+
+    def to_json(self) -> str:
+        """Everything but the data of the sources."""
+        facts = {name: getattr(self, name) for name in _FACTS} | {"sources": []}
+        for source in self.sources:
+            about = source and {n: getattr(source, n) for n in ("name", "rows", "order", "buffer")}
+            facts["sources"].append(about)
+        return json.dumps(facts)
+
+    @classmethod
+    def read(cls, file: "Gguf") -> "Operation":
+        """The operation in a capsule: a file with its JSON at `KEY` and the data of slot i as tensor ``source.i``."""
+        text = file.text(KEY)
+        if not text:
+            raise Unusable(f"{file.path} holds no operation")
+        facts = json.loads(text)
+        sources: list[Source | None] = []
+        for slot, about in enumerate(facts["sources"]):
+            found = about and file.tensor(f"source.{slot}")
+            if about and not found:
+                raise Unusable(f"{file.path} lacks source {slot} of its operation")
+            order = about and tuple(about["order"])
+            sources.append(found and replace(found, **(about | {"order": order})))
+        shapes = {name: tuple(facts[name]) for name in ("params", "ne")}
+        return cls(**(facts | shapes | {"sources": tuple(sources)}))
 
 
 class Bench:
@@ -138,7 +170,6 @@ class Bench:
         self._backend = lib.ggml_backend_dev_init(self._device, None)
         if not self._backend:
             raise Unusable(f"device {operation.device} does not start")
-        self._set_threads(operation.n_threads)
         self._contexts: list[Any] = []
         self._buffers: list[Any] = []
         self._sources = {i: s for i, s in enumerate(operation.sources) if s is not None}
@@ -211,6 +242,7 @@ class Bench:
     def rows(self, start: int, stop: int) -> Array:
         """The result for rows `start` to `stop` of the batch, computed as one batch; the first axis counts rows."""
         lib, what = self.lib, self.operation
+        self._set_threads(what.n_threads if stop - start == 1 else what.n_threads_batch)
         buffers: list[Any] = []
         with scratch(lib) as ctx:
             node, varying = self._node(ctx, start, stop)

@@ -33,8 +33,7 @@ class NodeError:
     single row's values. `layer` is None before and after the layers.
     """
 
-    name: str
-    op: str
+    key: Key
     layer: int | None
     largest: float
     relative: float
@@ -73,6 +72,10 @@ class NodeTrace:
     compared: int
     nodes: int
     transparent: bool
+
+    def order(self, node: Key) -> int:
+        """Where `node` comes in the computation, counted over `errors`; past the end for one that is not there."""
+        return next((i for i, e in enumerate(self.errors) if e.key == node), len(self.errors))
 
     def by_layer(self) -> list[NodeError]:
         """The last node of every layer, then the last of all: how the error grows."""
@@ -297,7 +300,7 @@ class _Measured:
         # A nameless node belongs to the layer of the node before it.
         self._layer = key.layer if key.name else self._layer
         if pairs := self._pairs(key, rows, [self.batch.row]):
-            self.errors.append(NodeError(key.name, key.op, self._layer, *size_of_change(pairs)))
+            self.errors.append(NodeError(key, self._layer, *size_of_change(pairs)))
         if key == self.batch.first:
             change = size_of_change(self._pairs(key, rows, range(self.batch.width)))
             node, row = tensors.node(key, address), self.batch.departed[key]
