@@ -15,8 +15,9 @@ from pydantic import TypeAdapter
 
 from specbisect.cell import Case, DraftModel, PromptLookup, SelfDraft, digest
 from specbisect.compare import compare
+from specbisect.diagnose.conclusion import Options
 from specbisect.diagnose.envelope import Envelope, measure
-from specbisect.diagnose.examine import Options, examine
+from specbisect.diagnose.examine import examine
 from specbisect.diagnose.finding import Evidence, Finding
 from specbisect.diagnose.numeric import NEEDS_REFERENCE
 from specbisect.engines import engine
