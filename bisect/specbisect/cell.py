@@ -213,7 +213,8 @@ class Cell:
     )
     cache_prompt: bool = _axis(
         False,
-        "every request starts from an empty memory",
+        "every request starts from an empty memory, not from what the last one left in the server's slot or in the "
+        "binding's object",
         only="server binding",
         values=(False, True),
     )
@@ -254,8 +255,11 @@ class Cell:
             yield from _drafter_problems(self.engine, self.drafter)
         if self.n_ubatch > self.n_batch:
             yield f"n_ubatch = {self.n_ubatch} is larger than n_batch = {self.n_batch}; lower n_ubatch"
-        if self.flash_attn == "off" and self.type_v not in ("f32", "f16", "bf16"):
-            yield f"type_v = {self.type_v} needs flash attention; set flash_attn to on or auto"
+        if self.type_v not in ("f32", "f16", "bf16"):
+            if self.flash_attn == "off":
+                yield f"type_v = {self.type_v} needs flash attention; set flash_attn to on or auto"
+            elif self.flash_attn == "auto" and self.engine == "binding":
+                yield f"type_v = {self.type_v} needs flash attention, which the binding leaves off; set it to on"
         if 0 < self.n_ctx <= self.n_predict:
             yield f"n_ctx = {self.n_ctx} leaves no room for a prompt beside n_predict = {self.n_predict}"
 

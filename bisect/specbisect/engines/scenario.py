@@ -5,6 +5,7 @@ of them, because of the shape of the batch, or because their content got in. The
 no model writes by itself, so that the last of the three shows in the text.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -25,6 +26,17 @@ CANARIES = (
 
 Beside = Prompt | Literal["same", "longer"]
 """A request around a case: a prompt, the case's own one, or the case's own one with a canary's after it."""
+
+
+def ids_of(
+    beside: Beside, prompt: tuple[int, ...], tokenize: Callable[[str], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The token ids of a request around the case whose own are `prompt`."""
+    if beside == "same":
+        return prompt
+    if beside == "longer":
+        return prompt + tokenize(canary(0).text)
+    return beside.ids if beside.ids is not None else tokenize(beside.text)
 
 
 def canary(number: int) -> Prompt:

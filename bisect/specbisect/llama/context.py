@@ -31,12 +31,16 @@ _FLASH_ATTN: dict[FlashAttn, int] = {"auto": -1, "off": 0, "on": 1}  # enum llam
 
 
 class Row(NamedTuple):
-    """One row of a batch: a token at a position of a sequence, and whether its logits are wanted."""
+    """One row of a batch: a token at a position of a sequence, and whether its logits are wanted.
+
+    It may belong to a second sequence, `also`, at the same position.
+    """
 
     token: int
     position: int
     sequence: int = 0
     wanted: bool = True
+    also: int | None = None
 
 
 def rows_of(
@@ -116,14 +120,14 @@ def unhonoured(settings: Settings, resolved: Mapping[str, Any]) -> list[str]:
     """Settings that were asked for and not followed.
 
     Choosing where the choice was left open is following, and so is what llama.cpp states: n_ctx is rounded up,
-    n_batch is at most n_ctx, n_ubatch at most n_batch.
+    n_batch is at most what n_ctx was before that, n_ubatch at most n_batch.
     """
     asked, got = asdict(settings), resolved
     free = {name for name in ("n_threads", "n_threads_batch", "n_ctx") if not asked[name]}
     free |= {"flash_attn"} if asked["flash_attn"] == "auto" else set()
     free |= {"n_ctx"} if got["n_ctx"] >= asked["n_ctx"] else set()
     follows = asked | {
-        "n_batch": min(asked["n_batch"], got["n_ctx"]),
+        "n_batch": min(asked["n_batch"], asked["n_ctx"] or got["n_ctx"]),
         "n_ubatch": min(asked["n_ubatch"], got["n_batch"]),
     }
     return [
@@ -170,7 +174,7 @@ class Context:
         self.resolved = resolve(self._ctx, self.settings, log)
         self.n_batch = int(self.lib.llama_n_batch(self._ctx))
         self.n_ctx_seq = int(self.lib.llama_n_ctx_seq(self._ctx))
-        self._batch = self.lib.llama_batch_init(self.n_batch, 0, 1)
+        self._batch = self.lib.llama_batch_init(self.n_batch, 0, 2)
 
     def _params(self) -> Any:
         s = self.settings
@@ -223,6 +227,8 @@ class Context:
         for i, row in enumerate(rows):
             batch.token[i], batch.pos[i] = row.token, row.position
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, row.sequence
+            if row.also is not None:
+                batch.n_seq_id[i], batch.seq_id[i][1] = 2, row.also
             batch.logits[i] = row.wanted
             wanted += row.wanted
         began = time.perf_counter()
@@ -244,6 +250,10 @@ class Context:
     def remove(self, sequence: int, start: int) -> bool:
         """Remove what `sequence` holds from position `start` on (-1: all of it); False when it cannot be cut there."""
         return bool(self.lib.llama_memory_seq_rm(self.memory, sequence, start, -1))
+
+    def copy(self, source: int, target: int) -> None:
+        """Let `target` hold all that `source` holds, sharing its cells."""
+        self.lib.llama_memory_seq_cp(self.memory, source, target, -1, -1)
 
     def clear(self) -> None:
         """Forget every sequence, data included."""

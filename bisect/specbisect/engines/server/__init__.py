@@ -14,7 +14,7 @@ from typing import Any
 
 from specbisect import stage
 from specbisect.cell import Case, Cell, DraftModel, SelfDraft, ServerSpec
-from specbisect.engines.scenario import Beside, Played, Scenario, canary
+from specbisect.engines.scenario import Played, Scenario, ids_of
 from specbisect.engines.server import binary, flags
 from specbisect.engines.server.account import account
 from specbisect.engines.server.client import Answer, Refused
@@ -117,8 +117,8 @@ def _ask(server: AnyServer, case: Case, scenario: Scenario) -> tuple[list[Ids], 
     slot = 0 if isinstance(server, Server) else None
     for before in scenario.history:
         stage.report("history")
-        client.complete(cell, [_ids_of(before, prompt, client.tokenize)], slot)
-    beside = [_ids_of(companion, prompt, client.tokenize) for companion in scenario.companions]
+        client.complete(cell, [ids_of(before, prompt, client.tokenize)], slot)
+    beside = [ids_of(companion, prompt, client.tokenize) for companion in scenario.companions]
     server.attend()
     stage.report("request")
     if not beside:
@@ -139,14 +139,6 @@ def _under_way(slots: Any, wanted: int, tokens: int) -> bool:
     """Whether that many slots have generated so many tokens of their running request."""
     counts = [s["next_token"][0]["n_decoded"] for s in slots if s.get("is_processing")]
     return len(counts) >= wanted and min(counts) >= tokens
-
-
-def _ids_of(beside: Beside, prompt: Ids, tokenize: Callable[[str], Ids]) -> Ids:
-    if beside == "same":
-        return prompt
-    if beside == "longer":
-        return prompt + tokenize(canary(0).text)
-    return beside.ids if beside.ids is not None else tokenize(beside.text)
 
 
 def _prompt_ids(case: Case, tokenize: Callable[[str], Ids], n_vocab: int) -> Ids:
