@@ -75,7 +75,7 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
     with Store.create(how.directory, plan.digest, plan.resolved(), fresh=how.fresh) as store:
         try:
             make(files)
-            summary = _run(plan, store, how)
+            summary = run_cases(plan, store, how)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"what has ended is kept in {how.directory}; the same command goes on from there"
@@ -109,7 +109,8 @@ def make(files: "list[tuple[Recipe, int]]") -> None:
         quantize.make(recipe)
 
 
-def _run(plan: "Plan", store: "Store", how: Execution) -> "Summary":
+def run_cases(plan: "Plan", store: "Store", how: Execution) -> "Summary":
+    """Run what `store` lacks of `plan`, with a progress bar; its files must have been made."""
     from specbisect.runner import run
     from specbisect.workers import Workers
 
