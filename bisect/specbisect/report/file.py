@@ -46,8 +46,8 @@ def dump(original: Subject, minimal: Subject, created: str, prompt_sha256: str) 
 
 
 def load(text: str) -> FindingFile:
-    """The content of a ``finding.json``."""
-    return FindingFile.model_validate_json(text)
+    """The content of a ``finding.json``; pydantic's own reader of JSON refuses halves of surrogate pairs."""
+    return FindingFile.model_validate(json.loads(text))
 
 
 def _plain(value: Any, redacted: bool) -> Any:

@@ -94,11 +94,7 @@ class Scrubber:
         return value
 
     def _variables(self, found: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: SECRET if _SECRET_NAME.search(name) else self.text(value)
-            for name, value in found.items()
-            if ENVIRONMENT.match(name)
-        }
+        return {name: self.text(value) for name, value in found.items() if ENVIRONMENT.match(name)}
 
 
 def _user() -> str:

@@ -5,11 +5,7 @@ surrogate pairs, Markdown, HTML. Whatever a reader could not see is written out,
 """
 
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
-
-HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories without a glyph of their own; line ends and tabs are seen to separately."""
 
 _RUNS = re.compile("`+")
 _ACTIVE = re.compile(r"[\\`*\[\]{}<>|~$&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
@@ -18,12 +14,12 @@ _ENTITIES = re.compile(r"[^0-9A-Za-z \u0080-\U0010ffff]")
 
 
 def visible(text: str, keep: str = "") -> str:
-    """`text` with every character that has no glyph written as an escape, except those in `keep`."""
+    """`text` with every character that has no glyph, and every uncommon space, as an escape, except those in `keep`."""
     return "".join(_shown(c) if c not in keep else c for c in text)
 
 
 def _shown(char: str) -> str:
-    if unicodedata.category(char) not in HIDDEN:
+    if char.isprintable():
         return char
     if char in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[char]
