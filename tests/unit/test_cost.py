@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbisect.gate.acceptance import Acceptance
@@ -22,6 +22,8 @@ from specbisect.gate.cost import (
     worth,
 )
 
+UNTIMED = settings(deadline=None)  # a busy machine is no defect
+
 ALPHA = st.floats(0.0, 1.0)
 LENGTH = st.integers(0, 24)
 
@@ -37,6 +39,7 @@ def test_the_worksheet() -> None:
     assert alpha_needed((16 + 12 + 2) / 10, 4) == pytest.approx(0.7413, abs=1e-4)
 
 
+@UNTIMED
 @given(LENGTH)
 def test_ends_of_the_range(k: int) -> None:
     assert committed_per_cycle(0.0, k) == 1.0
@@ -45,11 +48,13 @@ def test_ends_of_the_range(k: int) -> None:
     assert alpha_needed(k + 1.5, k) is None
 
 
+@UNTIMED
 @given(ALPHA)
 def test_no_draft_commits_one(alpha: float) -> None:
     assert committed_per_cycle(alpha, 0) == 1.0
 
 
+@UNTIMED
 @given(ALPHA, st.integers(1, 24))
 def test_the_formula_is_a_geometric_series(alpha: float, k: int) -> None:
     m = committed_per_cycle(alpha, k)
@@ -95,6 +100,7 @@ def test_nothing_to_fit() -> None:
     assert fitted_per_cycle(Acceptance(), 0.5) == 1.0
 
 
+@UNTIMED
 @given(st.integers(1, 6), ALPHA)
 def test_fit_recovers_what_the_formula_made(k: int, alpha: float) -> None:
     n = 10**9
@@ -157,6 +163,7 @@ def test_arms_without_cycles_are_worth_nothing() -> None:
     assert worth([paired("a", 10, (0, 0, 0), Acceptance())], k=4) is None
 
 
+@UNTIMED
 @given(
     st.lists(
         st.tuples(st.floats(0.5, 20), st.integers(1, 100), st.floats(0.5, 20), st.integers(1, 100)),

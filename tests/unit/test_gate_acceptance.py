@@ -4,13 +4,15 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbisect.cell import Cell, Model, ServerSpec
 from specbisect.errors import BadInput
 from specbisect.gate.acceptance import Acceptance, committed, refuse_synthetic, total
 from specbisect.trace import Cycle, Trace
+
+UNTIMED = settings(deadline=None)  # a busy machine is no defect
 
 PROMPT = (7, 8, 9)
 
@@ -84,6 +86,7 @@ def arms(draw: st.DrawFn) -> Trace:
     return arm(cycles, cut=draw(st.integers(0, last)))
 
 
+@UNTIMED
 @given(st.lists(arms(), max_size=5))
 def test_equals_a_recount_token_by_token(traces: list[Trace]) -> None:
     found = total(map(Acceptance.of, traces))
@@ -109,6 +112,7 @@ def test_equals_a_recount_token_by_token(traces: list[Trace]) -> None:
     assert found.committed == sum(len(t.ids) - 1 for t in traces)
 
 
+@UNTIMED
 @given(st.lists(arms(), min_size=1, max_size=5))
 def test_the_parts_make_the_whole(traces: list[Trace]) -> None:
     found = total(map(Acceptance.of, traces))
