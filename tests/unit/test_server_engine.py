@@ -27,10 +27,12 @@ from specbisect.cell import (
     ServerSpec,
 )
 from specbisect.compare import compare
-from specbisect.engines import scenario
+from specbisect.engines import run_arm, scenario
 from specbisect.engines.server import KEY, URLS, ServerEngine, binary, flags, process, reading
 from specbisect.engines.server.client import Client
 from specbisect.errors import BadInput, EngineFault
+from specbisect.trace import Failure
+from specbisect.workers import Workers
 
 FAKE = Path(__file__).parent.parent / "fake_llama_server.py"
 PROMPT = Prompt("p", ids=(5, 6, 7))
@@ -456,6 +458,18 @@ def test_no_server_survives_its_parent(fake: Path, cell: Cell, how: signal.Signa
         parent.send_signal(how)
         parent.wait()
     assert_all_gone(fake)
+
+
+def test_a_worker_that_runs_out_of_time_takes_its_server_along(
+    fake: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SERVER", "hang")
+    with Workers(1) as workers:
+        failure = workers.submit(run_arm, Case(cell, PROMPT), timeout=8).result()
+        assert isinstance(failure, Failure)
+        assert failure.stage in ("load", "request")
+        assert_all_gone(fake)
+    assert len(pids(fake)) == 1
 
 
 def test_a_reaper_that_is_killed_takes_its_server_along(

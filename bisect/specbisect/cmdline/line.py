@@ -65,8 +65,7 @@ class CommandLine:
 
     `target` and `draft` are paths after mapping (or a repository, where no path is given), empty when there is none;
     `settings` are axes of `Cell` by name. `notes` has every word of the line; `warnings` name mistakes that people
-    make, one sentence each; `missing` what is needed besides. `endpoint_is_chat` says whether the program renders its
-    prompt with the chat template.
+    make, one sentence each; `missing` what is needed besides. `given` are the flags as they stand in the line.
     """
 
     program: str

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from specbisect import stage
 from specbisect.cell import Case, Cell, DraftModel, SelfDraft, ServerSpec
 from specbisect.engines.scenario import Played, Scenario, ids_of
 from specbisect.engines.server import binary, flags
 from specbisect.engines.server.account import account
-from specbisect.engines.server.client import Answer, Refused
+from specbisect.engines.server.client import Answer, Client, Refused
 from specbisect.engines.server.process import External, Server
 from specbisect.errors import BadInput, EngineFault
 from specbisect.llama import files
@@ -117,7 +116,9 @@ def _ask(server: AnyServer, case: Case, scenario: Scenario) -> tuple[list[Ids], 
     slot = 0 if isinstance(server, Server) else None
     for before in scenario.history:
         stage.report("history")
-        client.complete(cell, [ids_of(before, prompt, client.tokenize)], slot)
+        server.attend()
+        done = client.complete(cell, [ids_of(before, prompt, client.tokenize)], slot)
+        server.heard(done[0].slot)
     beside = [ids_of(companion, prompt, client.tokenize) for companion in scenario.companions]
     server.attend()
     stage.report("request")
@@ -127,16 +128,15 @@ def _ask(server: AnyServer, case: Case, scenario: Scenario) -> tuple[list[Ids], 
         return [prompt, *beside], client.complete(cell, [prompt, *beside], None)
     with ThreadPoolExecutor(max_workers=1) as pool:
         others = pool.submit(client.complete, cell, beside, None)
-        while not others.done() and not _under_way(
-            client.get("/slots"), len(beside), scenario.stagger
-        ):
+        while not others.done() and not _under_way(client, len(beside), scenario.stagger):
             time.sleep(_STAGGER_POLL_S)
         own = client.complete(cell, [prompt], None)
         return [prompt, *beside], own + others.result()
 
 
-def _under_way(slots: Any, wanted: int, tokens: int) -> bool:
+def _under_way(client: Client, wanted: int, tokens: int) -> bool:
     """Whether that many slots have generated so many tokens of their running request."""
+    slots = client.get("/slots")
     counts = [s["next_token"][0]["n_decoded"] for s in slots if s.get("is_processing")]
     return len(counts) >= wanted and min(counts) >= tokens
 

@@ -11,9 +11,6 @@ from specbisect.engines.server.process import OVERRIDES, External, Server
 from specbisect.llama import files, library
 from specbisect.trace import Counters, Trace
 
-LOG_LAG_S = 2.0
-"""How long the log of a request may lag behind its answer."""
-
 
 def account(
     cell: Cell,
@@ -23,14 +20,10 @@ def account(
     pieces: Sequence[str],
 ) -> Trace:
     """The trace of one request: its answer, and with a server of our own what its log says of it."""
-    log = ""
-    if isinstance(server, Server):
-        log = server.log.wait_for(lambda text: reading.finished(text, answer.slot), LOG_LAG_S)
+    log = server.heard(answer.slot)
     cycles = reading.cycles(log, answer.slot, prompt, answer.ids) if cell.drafter else ()
-    if (
-        sum(c.drafted for c in cycles) != answer.drafted
-        or sum(c.accepted for c in cycles) != answer.accepted
-    ):
+    counted = sum(c.drafted for c in cycles), sum(c.accepted for c in cycles)
+    if counted != (answer.drafted, answer.accepted):
         cycles = ()  # the log does not tell everything; the totals are the server's own
     resolved = _resolved(server, log, answer)
     return Trace(

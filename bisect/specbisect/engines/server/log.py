@@ -26,9 +26,8 @@ class Log:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self.fileno = self._file.fileno()
         # so that the server, which holds it open, goes on at the beginning after `clear`
-        fcntl.fcntl(
-            self.fileno, fcntl.F_SETFL, fcntl.fcntl(self.fileno, fcntl.F_GETFL) | os.O_APPEND
-        )
+        mode = fcntl.fcntl(self.fileno, fcntl.F_GETFL)
+        fcntl.fcntl(self.fileno, fcntl.F_SETFL, mode | os.O_APPEND)
 
     def text(self) -> str:
         """Everything since the last `clear`, without time stamps and level letters."""

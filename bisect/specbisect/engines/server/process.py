@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from specbisect import stage
-from specbisect.engines.server import reaper
+from specbisect.engines.server import reading, reaper
 from specbisect.engines.server.client import Client, Disconnected
 from specbisect.engines.server.log import Log, reason
 from specbisect.errors import BadInput, EngineFault
@@ -21,6 +21,8 @@ READY_S = float(os.environ.get("SPECBISECT_SERVER_READY_S", "600"))
 """How long a server may take to load its model."""
 ANSWER_S = float(os.environ.get("SPECBISECT_SERVER_ANSWER_S", "1800"))
 """How long one completion may take."""
+LOG_LAG_S = 2.0
+"""How long the log of a request may lag behind its answer."""
 
 _LISTENING = re.compile(r"listening on https?://[^\s:]+:(\d+)")
 OVERRIDES = re.compile(r"^(LLAMA_ARG_|LLAMA_API_KEY|AIP_)")
@@ -85,17 +87,18 @@ class Server:
         """Begin to listen: what the log said so far is about earlier requests."""
         self.log.clear()
 
+    def heard(self, slot: int) -> str:
+        """The log since `attend`, once it has all of the request that `slot` has answered."""
+        return self.log.wait_for(lambda text: reading.finished(text, slot), LOG_LAG_S)
+
     def ended(self) -> str:
         """How the server ended, empty while it runs."""
         code = self._process.poll()
         if code is None:
             return ""
-        how = (
-            f"was ended by signal {code - _SIGNALS}"
-            if code > _SIGNALS
-            else f"exited with code {code}"
-        )
-        return f"llama-server {how}"
+        if code > _SIGNALS:
+            return f"llama-server was ended by signal {code - _SIGNALS}"
+        return f"llama-server exited with code {code}"
 
     def last_words(self) -> str:
         """What the log says about a failure, as a clause."""
@@ -104,10 +107,8 @@ class Server:
     def explain(self, fault: EngineFault) -> EngineFault:
         """`fault` with what became of the server, and its last words."""
         what = fault.reason
-        if isinstance(
-            fault, Disconnected
-        ):  # which a server that dies does a moment before it has ended
-            with suppress(subprocess.TimeoutExpired):
+        if isinstance(fault, Disconnected):
+            with suppress(subprocess.TimeoutExpired):  # connections close a moment before the end
                 self._process.wait(_DYING_S)
             what = self.ended() or what
         return EngineFault(fault.stage, f"{what}; {self.last_words()}")
@@ -148,6 +149,10 @@ class External:
 
     def attend(self) -> None:
         """There is no log to listen to."""
+
+    def heard(self, slot: int) -> str:
+        """Nothing."""
+        return ""
 
     def ended(self) -> str:
         """Whether it runs is for others to see to."""
