@@ -65,6 +65,7 @@ class Tensors(_Part):
     """The tensors that must stay quantised, and the two runs that make them the cause.
 
     `without` is what is shown when only these have the type `safe`, `alone` when only these have the type `unsafe`.
+    `enough` are those of them that the minimal case has at the type `unsafe`, where fewer than all are enough for it.
     `base_sha256` and `overrides` (pattern, type) say how the minimal case's file is made with ``llama-quantize``.
     """
 
@@ -73,6 +74,7 @@ class Tensors(_Part):
     safe: str
     without: Shown
     alone: Shown
+    enough: tuple[str, ...] = ()
     base_sha256: str = ""
     overrides: tuple[tuple[str, str], ...] = ()
 

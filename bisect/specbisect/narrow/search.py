@@ -1,0 +1,90 @@
+"""A search in progress: its gate, what it may use, and what it has come to."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from specbisect.narrow.candidate import Candidate, Drafts, Weights
+from specbisect.narrow.ddmin import Cut, Minimised, Outcome, OutOfBudget, Reason, ddmin
+from specbisect.narrow.gate import Gate, Wanted
+from specbisect.narrow.result import Step, Tensors
+from specbisect.narrow.weights import Ladder
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Stopped(Exception):
+    """A search ends before its end, with the best so far in its gate; `reason` says why."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Search:
+    """What the stages of a search share.
+
+    `recorded` is what the drafter drafted in the original run, `line_ends` the token ids that end a line or sentence
+    of the prompt, `ladder` where other weights come from, None when there are none. `mixing` are the weights that show
+    it and those that do not, once files of mixed types are made of them.
+    """
+
+    gate: Gate
+    recorded: Drafts = ()
+    line_ends: frozenset[int] = frozenset()
+    ladder: Ladder | None = None
+    mixing: tuple[Weights, Weights] | None = None
+    steps: list[Step] = field(default_factory=list)
+    interactions: tuple[tuple[str, ...], ...] = ()
+    tensors: Tensors | None = None
+
+    @property
+    def best(self) -> Candidate:
+        """The simplest candidate so far."""
+        return self.gate.best
+
+    @property
+    def wanted(self) -> Wanted:
+        """What candidates must show."""
+        return self.gate.wanted
+
+    @contextmanager
+    def step(self, stage: str, part: str, shown: Callable[[Candidate], object]) -> Iterator[None]:
+        """Enter a step when the block makes the best simpler; `shown` is what tables show of `part`.
+
+        It is entered also when the search is stopped inside, which leaves the block as `Stopped`.
+        """
+        before, trials = self.best, self.gate.trials
+        try:
+            yield
+        except OutOfBudget:
+            raise Stopped(Reason.BUDGET) from None
+        except KeyboardInterrupt:
+            raise Stopped(Reason.INTERRUPTED) from None
+        finally:
+            if self.best.key != before.key:
+                spent = self.gate.trials - trials
+                values = (str(shown(candidate)) for candidate in (before, self.best))
+                self.steps.append(Step(stage=stage, part=part, trials=spent, **_ends(*values)))
+
+    def first(self, candidates: Iterable[Candidate]) -> bool:
+        """Whether one of `candidates` still shows it; they are tried in order until one does."""
+        return any(self.gate.consider(c) is Outcome.STILL for c in candidates)
+
+    def reduce(
+        self,
+        items: Sequence[T],
+        build: Callable[[tuple[T, ...]], Candidate],
+        cuts: Sequence[Cut[T]] = (),
+    ) -> Minimised[T]:
+        """`ddmin` over candidates: `build` makes one of what is left of `items`. Raises `Stopped`."""
+        found = ddmin(items, lambda kept: self.gate.consider(build(kept)), cuts=cuts)
+        if found.reason in (Reason.BUDGET, Reason.INTERRUPTED):
+            raise Stopped(found.reason)
+        return found
+
+
+def _ends(before: str, after: str) -> dict[str, str]:
+    return {"before": before, "after": after}

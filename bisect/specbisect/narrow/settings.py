@@ -1,0 +1,101 @@
+"""Stages about the configuration: precision of the weights, width, and every other axis."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from specbisect.cell import AXES, Axis
+from specbisect.narrow.candidate import Weights, in_width
+from specbisect.narrow.ddmin import Outcome
+from specbisect.narrow.search import Search
+
+FEW = 16
+"""So many numbers below a value are all tried; of more, first every one that is twice as far as the one before."""
+
+
+def precision(search: Search) -> None:
+    """The most precise weights that still show it. Every rung is tried: more rounding does not always mean more."""
+    weights = search.best.weights
+    if search.ladder is None or weights.kept is not None:
+        return
+    with search.step("precision", "target", lambda c: c.weights.type):
+        rungs = [search.best.but(target=rung) for rung in search.ladder.above(weights)]
+        search.gate.observe_all(rungs)
+        search.first(reversed(rungs))
+
+
+def safe_weights(search: Search) -> Weights | None:
+    """The least precise weights above the best ones that were tried and do not show it."""
+    if search.ladder is None:
+        return None
+    rungs = search.ladder.above(Weights(search.best.weights.model, search.best.weights.type))
+    for rung in rungs:
+        seen = search.gate.observe(search.best.but(target=rung))
+        if search.wanted.outcome(seen) is Outcome.DIFFERENT:
+            return rung
+    return None
+
+
+def width(search: Search) -> None:
+    """The smallest width that still shows it; it need not be that all larger ones do."""
+    drafter = search.best.cell.drafter
+    assert drafter is not None
+    with search.step("width", "width", lambda c: c.cell.width):
+        narrower = range(2, search.best.cell.width)
+        search.first(search.best.but(drafter=in_width(drafter, w)) for w in narrower)
+
+
+def axes(search: Search) -> None:
+    """As many axes as can be at their defaults, by ddmin; each of the others at its simplest value.
+
+    Axes that are left because none can be spared belong together: it takes all of them.
+    """
+    with search.step("axes", "axes", lambda c: ", ".join(c.changed()) or "all at default"):
+        best = search.best
+
+        def at_default(kept: tuple[str, ...]) -> Any:
+            return best.but(**{n: AXES[n].default for n in best.changed() if n not in kept})
+
+        found = search.reduce(best.changed(), at_default)
+    needed = [n for n, out in zip(found.items, found.removals, strict=True) if _needed(out)]
+    search.interactions = (tuple(needed),) if len(needed) > 1 else ()
+    for name in found.items:
+        _simplest(search, AXES[name])
+
+
+def _needed(without: Outcome | None) -> bool:
+    return without is Outcome.DIFFERENT
+
+
+def _simplest(search: Search, axis: Axis) -> None:
+    """The simplest value of an axis that still shows it."""
+    with search.step("axes", axis.name, lambda c: getattr(c.cell, axis.name)):
+        best = search.best
+        failed: Any = None
+        while values := list(simpler(axis, getattr(search.best.cell, axis.name), failed)):
+            for value in values:
+                if search.first([best.but(**{axis.name: value})]):
+                    break
+                failed = value
+            else:
+                return
+
+
+def simpler(axis: Axis, value: Any, above: Any = None) -> Iterator[Any]:
+    """Values of `axis` other than the default that are simpler than `value`, the simplest first.
+
+    Of many numbers, some that are ever farther from the least, or from `above`, which was tried in vain.
+    """
+    if axis.values is not None:
+        yield from (v for v in axis.values if (0, 0) < axis.rank(v) < axis.rank(value))
+        return
+    low = (axis.minimum if axis.minimum is not None else 0) if above is None else above + 1
+    numbers = range(low, value)
+    places = range(len(numbers)) if len(numbers) <= FEW else _doubling(len(numbers))
+    yield from (numbers[at] for at in places if numbers[at] != axis.default)
+
+
+def _doubling(n: int) -> Iterator[int]:
+    at = 0
+    while at < n:
+        yield at
+        at = 2 * at + 1

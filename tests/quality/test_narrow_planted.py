@@ -1,0 +1,284 @@
+"""Planted rules, found exactly: nothing more than the rule and nothing less, whatever the case around it.
+
+The trial here only looks at the case, so that many searches take a moment. It has the shape of the real one: verify
+batches at their places, cut short at the end of the answer, and a fork at the first of them for which the rule holds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from specbisect.cell import AXES, Case, Cell, DraftModel, Model, Prompt, Scripted
+from specbisect.narrow.candidate import Candidate, Drafts, Weights, own_tokens
+from specbisect.narrow.ddmin import Reason
+from specbisect.narrow.gate import Budget, Gate, Memory, Seen, Wanted
+from specbisect.narrow.search import Search
+from specbisect.narrow.smallest import Ending, NotReproduced, smallest
+from specbisect.narrow.weights import RUNGS, precision
+
+SEEDS = range(5)
+NEEDLE, SECOND = 17, 23
+POISON = 9
+TENSORS = tuple(
+    f"blk.{layer}.{name}.weight"
+    for name in ("attn_k", "attn_q", "ffn_down", "ffn_up")
+    for layer in range(4)
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A verify batch: the case, tokens generated before it, and what it drafts."""
+
+    case: Case
+    start: int
+    ids: tuple[int, ...]
+
+    @property
+    def cell(self) -> Cell:
+        return self.case.cell
+
+    @property
+    def width(self) -> int:
+        return len(self.ids) + 1
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.case.prompt.ids or ()
+
+    @property
+    def unsafe(self) -> frozenset[str]:
+        """Tensors that are Q4_K in the target."""
+        kind, _, names = self.cell.target.identity.partition(":")
+        if kind == "mixed":
+            return frozenset(names.split(","))
+        return frozenset(TENSORS if precision(names) >= precision("Q4_K_M") else ())
+
+
+Rule = Callable[[Batch], bool]
+
+
+@dataclass
+class Planted:
+    """A trial: the label `label` where `rule` holds of a batch, `otherwise` where it does not.
+
+    A rule that `speculates` never holds where widths are only compared.
+    """
+
+    rule: Rule
+    label: str = "batch-width"
+    kind: str = "at-fork"
+    otherwise: str = "none"
+    recorded: Drafts = ()
+    speculates: bool = False
+    crashes: Rule = lambda batch: False
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, candidate: Candidate) -> Seen:
+        self.asked.append(candidate.key)
+        case = candidate.case
+        for batch in self.batches(candidate):
+            if self.crashes(batch):
+                return Seen("failed", reason="aborted")
+            compared = candidate.layer == "widths" and self.speculates
+            if self.rule(batch) and not compared:
+                return self.seen(batch, self.label, self.kind)
+            if self.otherwise != "none":
+                return self.seen(batch, self.otherwise, "at-fork")
+        return Seen("none" if case.cell.width > 1 else "not-engaged")
+
+    def batches(self, candidate: Candidate) -> Iterator[Batch]:
+        case, cell = candidate.case, candidate.cell
+        script = candidate.drafts
+        if candidate.layer == "widths" or (candidate.layer == "drafter" and not self.recorded):
+            script = own_tokens((7,) * cell.n_predict, cell.width)
+        elif candidate.layer == "drafter":
+            script = self.recorded
+        for start, ids in script:
+            if cut := ids[: max(0, cell.n_predict - start - 1)]:
+                yield Batch(case, start, cut)
+
+    def seen(self, batch: Batch, label: str, kind: str) -> Seen:
+        return Seen(
+            label,
+            kind,
+            fork=batch.start,
+            start=batch.start,
+            needed=batch.start + batch.width,
+            drafts=(*self.before(batch), (batch.start, batch.ids)),
+            history=tuple(range(100, 99 + batch.start)),
+        )
+
+    def before(self, batch: Batch) -> Drafts:
+        drafter = batch.cell.drafter
+        script = drafter.drafts if isinstance(drafter, Scripted) else self.recorded
+        return tuple(entry for entry in script if entry[0] < batch.start)
+
+
+class Files:
+    """A ladder of files that are only names."""
+
+    def above(self, weights: Weights) -> list[Weights]:
+        finer = [name for name in RUNGS if precision(name) < precision(weights.type)]
+        return [Weights(Model("m", n, f"whole:{n}"), n) for n in reversed(finer)]
+
+    def tensors(self, unsafe: Weights, safe: Weights) -> tuple[str, ...]:
+        return TENSORS
+
+    def types(self, unsafe: Weights, names: Sequence[str]) -> frozenset[str]:
+        return frozenset([unsafe.type] if names else [])
+
+    def mixed(self, unsafe: Weights, safe: Weights, kept: Sequence[str]) -> Weights:
+        if len(kept) == len(TENSORS):
+            return unsafe
+        if not kept:
+            return safe
+        model = Model("m", f"{safe.type}+{len(kept)}", f"mixed:{','.join(kept)}")
+        return Weights(model, unsafe.type, kept=tuple(kept))
+
+
+def original(seed: int, *, tokens: Sequence[int] = (), **axes: Any) -> Case:
+    """A case far from simple: a dozen axes off their defaults, a long prompt with `tokens` somewhere in it."""
+    dice = Random(seed)
+    crowd = {
+        "n_batch": dice.choice([64, 128, 4096]),
+        "n_ubatch": dice.choice([32, 64]),
+        "n_parallel": dice.choice([3, 4]),
+        "kv_unified": True,
+        "n_ctx": dice.choice([4096, 8192]),
+        "n_threads": dice.choice([1, 2, 7]),
+        "n_threads_batch": dice.choice([1, 2]),
+        "flash_attn": "on",
+        "type_k": dice.choice(["f32", "q5_1", "q4_0"]),
+        "type_v": dice.choice(["f32", "bf16"]),
+        "use_extra_bufts": False,
+        "op_offload": False,
+        "n_predict": dice.randrange(60, 90),
+    } | axes
+    prompt = [dice.randrange(100, 1000) for _ in range(50)]
+    for place, token in zip(sorted(dice.sample(range(50), len(tokens))), tokens, strict=True):
+        prompt[place] = token
+    target = Model("m", "Q4_K_M", "whole:Q4_K_M")
+    drafter = DraftModel(Model("d", "Q2_K", "whole:Q2_K"), n_max=dice.randrange(8, 12))
+    return Case(Cell(target, drafter, **crowd), Prompt("p", ids=tuple(prompt)))
+
+
+def narrow(case: Case, planted: Planted, **how: Any) -> tuple[Search, Ending]:
+    wanted = Wanted(planted.label, planted.kind)
+    gate = Gate(Candidate(case), wanted, planted, **how)
+    ends = frozenset(token for token in case.prompt.ids or () if token % 10 == 0)
+    search = Search(gate, planted.recorded, ends, Files())
+    return search, smallest(search)
+
+
+def minimum(search: Search) -> dict[str, Any]:
+    """Everything about the smallest case that is not as simple as can be."""
+    best = search.best
+    found: dict[str, Any] = {name: getattr(best.cell, name) for name in best.changed()}
+    if best.layer != "batch":
+        found["layer"] = best.layer
+    if best.cell.engine != "libllama":
+        found["engine"] = best.cell.engine
+    if best.weights.type != "BF16":
+        found["type"] = best.weights.type
+    if best.weights.kept is not None:
+        found["tensors"] = best.weights.kept
+    if best.cell.width != 2:
+        found["width"] = best.cell.width
+    if len(best.prompt) > 1 or NEEDLE in best.prompt or SECOND in best.prompt:
+        found["prompt"] = best.prompt
+    if best.drafts != ((1, (0,) * (best.cell.width - 1)),):
+        found["drafts"] = best.drafts
+    if best.cell.n_predict != 1 + best.cell.width:
+        found["n_predict"] = best.cell.n_predict
+    return found
+
+
+@dataclass(frozen=True)
+class Known:
+    """A rule, what its case must have at least, and the exact minimum."""
+
+    rule: Rule
+    minimum: dict[str, Any]
+    axes: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
+
+
+RULES = {
+    "type_k is q8_0 and width at least 5": Known(
+        lambda b: b.cell.type_k == "q8_0" and b.width >= 5,
+        {"type_k": "q8_0", "width": 5},
+        axes={"type_k": "q8_0"},
+    ),
+    "a token is in the prompt": Known(
+        lambda b: NEEDLE in b.prompt, {"prompt": (NEEDLE,)}, tokens=(NEEDLE,)
+    ),
+    "one tensor is Q4_K": Known(
+        lambda b: "blk.1.ffn_down.weight" in b.unsafe,
+        {"type": "Q4_K_M", "tensors": ("blk.1.ffn_down.weight",)},
+    ),
+    "n_ubatch below the width and two sequences": Known(
+        lambda b: b.cell.n_ubatch < b.width and b.cell.n_parallel == 2,
+        {"n_ubatch": 1, "n_parallel": 2},
+        axes={"n_ubatch": 4, "n_parallel": 2},
+        together=(("n_ubatch", "n_parallel"),),
+    ),
+    "always": Known(lambda b: True, {}),
+    "flash attention is off": Known(
+        lambda b: b.cell.flash_attn == "off", {"flash_attn": "off"}, axes={"flash_attn": "off"}
+    ),
+    "a quantised cache needs flash attention": Known(
+        lambda b: b.cell.type_v == "q4_0" and b.cell.flash_attn == "on",
+        {"type_v": "q4_0", "flash_attn": "on"},
+        axes={"type_v": "q4_0"},
+        together=(("flash_attn", "type_v"),),
+    ),
+    "two tokens in their order": Known(
+        lambda b: (NEEDLE, SECOND) == tuple(t for t in b.prompt if t in (NEEDLE, SECOND)),
+        {"prompt": (NEEDLE, SECOND)},
+        tokens=(NEEDLE, SECOND),
+    ),
+    "more than 40 tokens generated": Known(
+        lambda b: b.start > 40,
+        {"drafts": ((41, (0,)),), "n_predict": 43},
+    ),
+    "at least 5 threads": Known(
+        lambda b: b.cell.n_threads >= 5, {"n_threads": 5}, axes={"n_threads": 30}
+    ),
+    "two tensors are Q4_K": Known(
+        lambda b: {"blk.0.attn_q.weight", "blk.3.ffn_up.weight"} <= b.unsafe,
+        {"type": "Q4_K_M", "tensors": ("blk.0.attn_q.weight", "blk.3.ffn_up.weight")},
+    ),
+    "Q6_K and Q4_K_M, but not between them": Known(
+        lambda b: b.cell.target.quant in ("Q6_K", "Q4_K_M"),
+        {"type": "Q6_K"},
+    ),
+    "widths 4 and 7 and from 9 on": Known(
+        lambda b: b.width in (4, 7) or b.width >= 9, {"width": 4}
+    ),
+    "no repacking on a single thread": Known(
+        lambda b: not b.cell.use_extra_bufts and b.cell.n_threads == 1,
+        {"use_extra_bufts": False, "n_threads": 1},
+        axes={"n_threads": 1},
+        together=(("n_threads", "use_extra_bufts"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_minimum_is_the_planted_rule(name: str, seed: int) -> None:
+    known = RULES[name]
+    case = original(seed, tokens=known.tokens, **known.axes)
+    planted = Planted(known.rule)
+    search, ending = narrow(case, planted)
+
+    assert minimum(search) == known.minimum
+    assert ending.proved
+    assert ending.reason is Reason.COMPLETE
+    assert search.interactions == known.together
+    assert len(planted.asked) == len(set(planted.asked)) == search.gate.trials
