@@ -41,13 +41,15 @@ class Fault:
 
     State and verification faults strike once, in the first cycle from `cycle` on whose rows they can change
     (`cycle` counts from 0; for a damaged rollback that is the cycle after it). Draft and noise faults hold all the
-    time. Kernel faults belong to the backend: they hold in every context, on batches of `width` rows.
+    time. Kernel faults belong to the backend: they hold in every context, on batches of `width` rows; with `wider` on
+    all wider ones too, the same error for each, as where a backend goes over to another kernel.
     """
 
     kind: FaultKind
     cycle: int = 2
     width: int = 2
     seed: int = 0
+    wider: bool = False
 
     @property
     def in_kernel(self) -> bool:

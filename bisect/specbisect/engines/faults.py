@@ -27,7 +27,8 @@ def tamper_of(fault: Fault | None) -> Tamper | None:
     planted = fault
 
     def tamper(rows: Sequence[Row], logits: Logits) -> None:
-        if len(rows) != width or len(logits) != width:
+        struck = len(rows) == width or (planted.wider and len(rows) > width)
+        if not struck or len(logits) != len(rows):
             return
         if planted.kind == "nan-row":
             logits[-1] = np.nan
