@@ -53,6 +53,11 @@ class Capsule:
         return [d.width for d in self.differences if d.values]
 
     @property
+    def is_product(self) -> bool:
+        """Whether it multiplies a matrix with the rows of the batch."""
+        return self.operation.op in _PRODUCTS
+
+    @property
     def size(self) -> int:
         """Bytes of data."""
         return sum(s.data.nbytes for s in self.operation.sources if s is not None)
@@ -90,7 +95,7 @@ def take(tracer: Tracer, tokens: Sequence[int], key: Key) -> Capsule:
 
 def smallest(whole: Capsule) -> Capsule:
     """The capsule with the smallest block of weight rows that departs at the same widths; `whole` if none does."""
-    if whole.operation.op not in _PRODUCTS or not whole.departs:
+    if not whole.is_product or not whole.departs:
         return whole
     block = _smallest_block(whole.operation, whole.departs)
     if block is None:

@@ -154,6 +154,21 @@ class Tracer:
             self._singly(tokens, values)
         return [self._result(tokens, batch, values) for batch in batches]
 
+    def widest_product(self, tokens: Sequence[int]) -> Key:
+        """The product of a layer's weight with the batch `tokens` that adds up the longest rows."""
+        found: dict[Key, int] = {}
+
+        def look(key: Key, address: int) -> None:
+            if key.op == "MUL_MAT":
+                node = tensors.node(key, address)
+                if node.weight and key.layer is not None:
+                    found[key] = node.sources[0].ne[0]
+
+        self._batch(tokens, look)
+        if not found:
+            raise EngineFault("trace", "no layer multiplies a weight with a batch")
+        return max(found, key=lambda key: found[key])
+
     def _axes(self, tokens: Sequence[int]) -> dict[Key, int]:
         """ggml's axis that counts rows, of every node that has one."""
         one, many = _Shapes(), _Shapes()

@@ -1,0 +1,154 @@
+"""From a place in a text to its kernel, and the proof by change, on tiny models."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from specbisect.cell import Case, Cell, Model, Prompt
+from specbisect.compare import compare
+from specbisect.diagnose.finding import Finding
+from specbisect.errors import BadInput
+from specbisect.llama import files, quantize
+from specbisect.ops import evidence, study
+from specbisect.ops.nearness import Nearness, nearness
+from specbisect.ops.profile import Profile
+from specbisect.ops.study import Confirmation, Spot
+from specbisect.trace import Cycle, Trace
+
+PROMPT, TOKENS = tuple(range(40, 60)), tuple(range(80, 92))
+SPOT = Spot(PROMPT[:12], PROMPT[12:], TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBISECT_CACHE", str(tmp_path / "cache"))
+
+
+def case_of(path: Path, **settings: object) -> Case:
+    model = Model(path.name, "", f"sha256:{files.sha256(path)}", str(path))
+    cell = Cell(model, n_ctx=256, n_batch=64, n_ubatch=16, n_threads=1)
+    return Case(replace(cell, **settings), Prompt("a", ids=PROMPT))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quant", ["BF16", "Q6_K", "Q4_K_M"])
+def test_the_node_is_the_cause_if_another_kernel_moves_it(
+    tiny_models: Callable[..., Path], quant: str
+) -> None:
+    case = case_of(tiny_models("llama", quant))
+    traces = study.look(case, SPOT, [2, 4, 8, 12])
+    trace = next((t for t in traces if t.first), None)
+    if (
+        trace is None or trace.first is None
+    ):  # a CPU on which this type has one kernel for all widths
+        assert all(not t.errors for t in traces)
+        return
+    opened = study.open_up(case, SPOT, trace.first.node.key)
+    assert trace.width in opened.capsule.departs
+    assert opened.capsule.faithful
+    found = study.confirm(case, SPOT, trace, opened)
+    if opened.substitute:
+        assert found
+        assert all(c.confirmed for c in found), found
+        assert opened.substitute in found[0].change
+
+
+def test_attention_is_given_another_cache(tiny_models: Callable[..., Path]) -> None:
+    case = case_of(tiny_models("llama", "Q8_0"), flash_attn="off")
+    (trace,) = study.look(case, SPOT, [12])
+    if trace.first is not None and trace.first.node.weight is None:
+        opened = study.open_up(case, SPOT, trace.first.node.key)
+        assert not opened.substitute
+        found = study.confirm(case, SPOT, trace, opened)
+        assert {c.change for c in found} <= {
+            "type_k = q8_0",
+            "type_k = type_v = bf16",
+            "type_k = type_v = f32",
+            "n_threads = 1",
+        }
+        assert any(c.confirmed for c in found)
+
+
+@pytest.mark.parametrize("quant", ["BF16", "Q4_K_M"])
+def test_only_what_is_named_changes_its_type(tiny_models: Callable[..., Path], quant: str) -> None:
+    base = tiny_models("moe", quant)
+    made = study.retype(base, {"blk.0.ffn_down_exps.weight": "Q8_0", "blk.1.attn_q.weight": "Q5_0"})
+    before = {t.name: t for t in gguf.GGUFReader(base).tensors}
+    after = {t.name: t for t in gguf.GGUFReader(made).tensors}
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        if name == "blk.0.ffn_down_exps.weight":
+            assert tensor.tensor_type.name == "Q8_0"
+        elif name == "blk.1.attn_q.weight":
+            assert tensor.tensor_type.name == "Q5_0"
+        else:
+            assert tensor.tensor_type == before[name].tensor_type
+            np.testing.assert_array_equal(tensor.data, before[name].data)
+
+
+def test_the_widest_product_is_a_weight_of_a_layer(tiny_models: Callable[..., Path]) -> None:
+    case = case_of(tiny_models("llama", "Q8_0"))
+    key = study.product(case, SPOT)
+    assert key.name.startswith("ffn_out-")
+    opened = study.open_up(case, SPOT, key, ("F32", "Q8_0"))
+    assert {row.type for row in opened.types} == {"F32", "Q8_0"}
+
+
+def test_outcomes_in_words() -> None:
+    gone = Confirmation("blk.3.ffn_down as Q8_0", None, "gone")
+    assert str(gone) == "with blk.3.ffn_down as Q8_0, no node departs"
+    assert gone.confirmed
+    assert not Confirmation("x", None, "stays").confirmed
+
+
+def test_a_float32_copy_is_nearest_to_itself(tiny_models: Callable[..., Path]) -> None:
+    path = quantize.quantize(tiny_models("llama"), "F32")
+    near = nearness(case_of(path), SPOT, 3, str(path))
+    far = nearness(case_of(tiny_models("llama", "Q4_K_M")), SPOT, 3, str(path))
+    assert max(near.single, near.batch) < 0.1 * min(far.single, far.batch)
+
+
+def test_nearness_in_words() -> None:
+    said = str(Nearness(0.25, 0.5, 7, 9, 7))
+    assert said.startswith("nearer to float32: single (RMS 0.25 single, 0.5 in the batch)")
+    assert "float32 chooses the token of single; neither is wrong" in said
+    assert "token of neither" in str(Nearness(0.5, 0.25, 7, 9, 8))
+    assert Nearness(0.5, 0.5, 7, 7, 7).nearer == "neither"
+
+
+def trace_of(arm: str, ids: tuple[int, ...], cycles: tuple[Cycle, ...] = ()) -> Trace:
+    drafted = sum(c.drafted for c in cycles)
+    accepted = sum(c.accepted for c in cycles)
+    return Trace(arm, PROMPT, ids, "length", cycles=cycles, drafted=drafted, accepted=accepted)  # type: ignore[arg-type]
+
+
+def test_the_fork_of_a_finding_is_found_in_its_text(tiny_models: Callable[..., Path]) -> None:
+    n = len(PROMPT)
+    cycles = (Cycle(n, (5, 6, 7), 2), Cycle(n + 3, (8, 9, 10, 11), 1), Cycle(n + 5, (12, 13), 0))
+    vanilla = trace_of("vanilla", (5, 6, 7, 8, 9, 99))
+    speculative = trace_of("speculative", (5, 6, 7, 8, 9, 12), cycles)
+    finding = Finding(
+        case=case_of(tiny_models("llama")),
+        verdict=compare(vanilla, speculative),
+        label="batch-width",
+        summary="",
+        vanilla=vanilla,
+        speculative=speculative,
+    )
+    spot, row = evidence.spot_of(finding)
+    assert spot == Spot(PROMPT, (5, 6, 7), (8, 9, 10, 11))
+    assert row == 1
+    (trace,) = study.look(finding.case, spot, [4])
+    profile = Profile("key", "name", {"n_ubatch": 16}, {}, (), (), 0, 0)
+    said = evidence.first_node(trace, profile)
+    assert said.data["width"] == 4
+    assert (said.data["node"] is None) == (trace.first is None)
+    assert said.outcome == (
+        f"the first node that departs is {trace.first}" if trace.first else "no node departs"
+    )
+    agreeing = finding.model_copy(update={"verdict": replace(finding.verdict, fork=None)})
+    with pytest.raises(BadInput, match="has no fork in a verify batch"):
+        evidence.spot_of(agreeing)
