@@ -40,7 +40,10 @@ from specbisect.workers import Workers
 
 N_MAX = (2, 4, 7)
 N_PROMPTS = 5
+ENDS_AT = 12
+LONGEST = 1200
 TINY = ("llama", "moe", "swa", "recurrent", "hybrid")
+TINY_NAMES = {f"tiny {kind}" for kind in TINY}
 NEEDS_CHECKPOINT: tuple[FaultKind, ...] = ("wrong-checkpoint",)
 NEEDS_CUT: tuple[FaultKind, ...] = (
     "stale-kv",
@@ -84,6 +87,7 @@ class Target:
     draft: Model
     reference: str
     cuts: bool
+    ends: bool = False  # only for faults that need a text to end
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def real_targets(base: Path) -> Iterator[Target]:
     draft = model(quantize.quantize(bf16, "Q2_K"))
     for quant in ("Q8_0", "Q4_K_M", "BF16"):
         path = quantize.quantize(bf16, quant)
-        yield Target(quant, model(path), draft, str(quantize.quantize(path, "F32")), cuts=True)
+        yield Target(quant, model(path), draft, _float32(path), cuts=True)
 
 
 def tiny_targets(directory: Path) -> Iterator[Target]:
@@ -146,12 +150,33 @@ def tiny_targets(directory: Path) -> Iterator[Target]:
         make_tiny_model.make(kind, draft, noise=0.1)
         path = quantize.quantize(base, "Q4_K_M")
         cuts = kind not in ("recurrent", "hybrid")
-        yield Target(
-            f"tiny {kind}", model(path), model(draft), str(quantize.quantize(path, "F32")), cuts
-        )
+        target = Target(f"tiny {kind}", model(path), model(draft), _float32(path), cuts)
+        yield target
+        ending = directory / f"{kind}-ending.gguf"
+        make_tiny_model.make(kind, ending, ends_as=_said(target)[ENDS_AT])
+        path = quantize.quantize(ending, "Q4_K_M")
+        yield replace(target, model=model(path), reference=_float32(path), ends=True)
 
 
-def cell_of(target: Target, drafter: Drafter, n_predict: int) -> Cell:
+def _said(target: Target) -> tuple[int, ...]:
+    """What the target says to the first prompt, in a process of its own."""
+    with Workers(1) as workers:
+        trace = workers.submit(run, Case(cell_of(target, None, ENDS_AT + 1), shipped()[0])).result()
+    assert isinstance(trace, Trace)
+    return trace.ids
+
+
+def _float32(path: Path) -> str:
+    return str(quantize.quantize(path, "F32"))
+
+
+def shipped() -> list[Prompt]:
+    """The shipped prompts that are short enough for a model that reads bytes."""
+    found = prompts.read(find("demo").parent / "prompts" / "default.jsonl")
+    return [prompt for prompt in found if len(prompt.text.encode()) < LONGEST]
+
+
+def cell_of(target: Target, drafter: Drafter | None, n_predict: int) -> Cell:
     """The case's configuration; one thread, so that several workers do not get in each other's way."""
     return Cell(target.model, drafter, n_threads=1, n_predict=n_predict, n_ctx=2048)
 
@@ -163,18 +188,20 @@ def planted(targets: Iterable[Target], chosen: list[Prompt], n_predict: int) -> 
         for kind in FAULT_KINDS:
             if kind in (NEEDS_CHECKPOINT if target.cuts else NEEDS_CUT):
                 continue
+            if target.ends != (kind == "past-eog") and target.name in TINY_NAMES:
+                continue
             for n_max in N_MAX:
                 n = next(turn)
                 fault = Fault(kind, cycle=1 + n % 4, width=n_max + 1, seed=n)
                 cell = cell_of(target, DraftModel(target.draft, n_max), n_predict)
-                if kind == "past-eog":
-                    cell = replace(cell, n_predict=3 * n_predict)
-                yield Trial(target, Case(cell, chosen[n % len(chosen)], fault))
+                yield Trial(
+                    target, Case(cell, chosen[0 if target.ends else n % len(chosen)], fault)
+                )
 
 
 def natural(targets: Iterable[Target], chosen: list[Prompt], n_predict: int) -> Iterator[Trial]:
     """Undisturbed cases in which forks may be."""
-    for target in targets:
+    for target in (t for t in targets if not t.ends):
         for prompt in chosen:
             for n_max in (1, 2, 3, 4, 5, 7, 8, 12, 15):
                 yield Trial(
@@ -300,7 +327,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("-o", "--output", type=Path, help="write every result as JSON here")
     options = parser.parse_args()
-    chosen = list(prompts.read(find("demo").parent / "prompts" / "default.jsonl"))
+    chosen = shipped()
     with tempfile.TemporaryDirectory() as scratch:
         targets: list[Target] = []
         if options.base:

@@ -16,9 +16,17 @@ from specbisect.compare import Verdict, compare
 from specbisect.diagnose import numeric
 from specbisect.diagnose.alignment import align
 from specbisect.diagnose.conclusion import Conclusion, Options
+from specbisect.diagnose.drafts import draft_replay
 from specbisect.diagnose.finding import Evidence, Finding
 from specbisect.diagnose.lab import Lab, scripted
-from specbisect.diagnose.replay import Replay, cycle_of, first_token, positive_control, replay
+from specbisect.diagnose.replay import (
+    Replay,
+    cycle_of,
+    first_token,
+    positive_control,
+    replay,
+    replay_as,
+)
 from specbisect.engines.decoding import Observe
 from specbisect.engines.libllama import LibLlama
 from specbisect.llama.context import Logits
@@ -179,7 +187,7 @@ class Examination:
 
     def _replays_repeat(self, first: Replay) -> bool:
         stage.report("replay noise")
-        second = replay(self.lab, self.speculative)
+        second = replay_as(self.lab, self.speculative, shared=first.shared)
         same = first.digests == second.digests
         outcome = "bit-identical" if same else "not bit-identical: the backend is not repeatable"
         self.note("replay-noise", "the replay against itself", outcome, equal=same)
@@ -221,7 +229,7 @@ class Examination:
         if not first.prompt_equal:
             return Conclusion("unexplained", "prompt", "the row after the prompt is not reproduced")
         cycle = first.differing[0]
-        data = self._size_of(cycle, rows)
+        data = self._size_of(cycle, rows, first.shared)
         here = self.speculative.cycles[cycle]
         around = self._around(cycle)
         silent = self.verdict.fork is None
@@ -252,11 +260,11 @@ class Examination:
             f"the memory held something else ({size})",
         )
 
-    def _size_of(self, number: int, rows: Mapping[int, Logits]) -> dict[str, Any]:
+    def _size_of(self, number: int, rows: Mapping[int, Logits], shared: bool) -> dict[str, Any]:
         """How far the arm's rows are from the replay's in that cycle; whether a fresh prefill is near the replay."""
         cycle = self.speculative.cycles[number]
         seen = rows.get(first_token(self.speculative, cycle))
-        right = replay(self.lab, self.speculative, [number]).kept[number]
+        right = replay_as(self.lab, self.speculative, [number], shared=shared).kept[number]
         kept = slice(0, cycle.accepted + 1)
         prefix = (*self.speculative.prompt_ids, *self.speculative.ids)[: cycle.base]
         with Lab(self.lab.engine, self.case, prefix).bench() as bench:
@@ -292,8 +300,22 @@ class Examination:
                 "draft-alignment", f"shift {shift:+d}", f"shift by {shift} explains it: {said}"
             )
         if self.options.audit and isinstance(self.case.cell.drafter, DraftModel | SelfDraft):
-            return self._self_control()
+            return self._draft_replay() or self._self_control()
         return None
+
+    def _draft_replay(self) -> Conclusion | None:
+        stage.report("draft replay")
+        run = "every draft again, by a fresh draft context that is never rolled back"
+        wrong = draft_replay(self.lab, self.speculative)
+        n = len(self.speculative.cycles)
+        if not wrong:
+            self.note("draft-replay", run, f"the same drafts in all {n} cycles", differing=[])
+            return None
+        said = f"other drafts in {len(wrong)} of {n} cycles, first in cycle {wrong[0]}"
+        self.note("draft-replay", run, said, differing=wrong)
+        return Conclusion(
+            "draft-alignment", "draft-state", f"the drafter's own memory is wrong: {said}"
+        )
 
     def _self_control(self) -> Conclusion | None:
         stage.report("self control")

@@ -73,15 +73,24 @@ class Bench:
         They are evaluated on a copy of the sequence, which shares its cells and is dropped again, so that this works
         for memories that cannot be cut and never rolls sequence 0 back in place. Copied: the caller keeps them.
         """
-        memory, lib = self.context.memory, self.context.lib
-        lib.llama_memory_seq_cp(memory, 0, SCRATCH, -1, -1)
+        self.context.copy(0, SCRATCH)
         rows = self.context.evaluate(rows_of(ids, start, sequence=SCRATCH)).copy()
         self.context.remove(SCRATCH, -1)
         return rows
 
-    def verify(self, ids: Sequence[int], start: int, accepted: int) -> Logits:
-        """One batch whose rejected rows ride on the scratch sequence: same width, nothing to roll back."""
+    def verify(
+        self, ids: Sequence[int], start: int, accepted: int, *, shared: bool = False
+    ) -> Logits:
+        """One batch whose rejected rows ride on the scratch sequence: same width, nothing to roll back.
+
+        With `shared`, the scratch sequence holds the history and the committed rows too, so that rejected rows see
+        what they saw and compute what they computed: a mixture of experts sorts the rows of a batch by what is in
+        them, and a row's bits may depend on its company.
+        """
         rows = rows_of(ids, start)
+        if shared:
+            self.context.copy(0, SCRATCH)
+            rows = [row._replace(also=SCRATCH) for row in rows]
         rows[accepted + 1 :] = rows_of(ids[accepted + 1 :], start + accepted + 1, sequence=SCRATCH)
         logits = self.context.evaluate(rows)
         self.context.remove(SCRATCH, -1)
