@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -75,11 +75,15 @@ def identify(plan: Plan) -> Identity:
     """
     cells = list(plan.cells())
     settings = {settings_key(cell): cell for cell in reversed(cells)}
+    models = (*plan.targets, *draft_models(cells))
+    environment, tokenizers = child.call(_ask, tuple(model.path for model in models))
+    pins = [pin(*one) for one in zip(models, tokenizers, strict=True)]
+    n = len(plan.targets)
     return Identity(
-        target=[pin(model) for model in plan.targets],
-        drafter=[pin(model) for model in draft_models(cells)],
-        library=_library({cell.engine for cell in cells}),
-        machine=_machine(),
+        target=pins[:n],
+        drafter=pins[n:],
+        library=_library({cell.engine for cell in cells}, environment["library"]),
+        machine={name: environment[name] for name in _MACHINE} | {"drivers": list(drivers())},
         settings=[_setting(key, cell) for key, cell in reversed(settings.items())],
         prompts={"digest": prompts_digest(plan.prompts)}
         | {prompt.id: digest(asdict(prompt)) for prompt in plan.prompts},
@@ -144,7 +148,12 @@ def _settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def pin(model: Model) -> ModelPin:
+def _ask(paths: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What llama.cpp says of this machine and of the vocabularies of `paths`; for a process of its own."""
+    return dict(library.environment()), [tokenizer(path) for path in paths]
+
+
+def pin(model: Model, tokenizer: Mapping[str, Any]) -> ModelPin:
     """What `model` is, from its file. Raises `BadInput` when that cannot be read."""
     facts = files.inspect(model.path)
     return ModelPin(
@@ -154,8 +163,7 @@ def pin(model: Model) -> ModelPin:
         size=facts.size,
         architecture=facts.architecture,
         tensor_types=dict(facts.tensor_types),
-        tokenizer={"model": facts.tokenizer, "pre": facts.pre_tokenizer}
-        | child.call(tokenizer, model.path),
+        tokenizer={"model": facts.tokenizer, "pre": facts.pre_tokenizer} | dict(tokenizer),
         special=dict(facts.special),
         chat_template=facts.chat_template,
     )
@@ -180,11 +188,11 @@ def tokenizer(path: str) -> dict[str, Any]:
         }
 
 
-def _library(engines: Iterable[str]) -> dict[str, str]:
+def _library(engines: Iterable[str], build: str) -> dict[str, str]:
     found = {}
     for engine in engines:
         if engine != "server":
-            found["llama.cpp"] = str(child.call(library.build))
+            found["llama.cpp"] = build
         elif urls := [name for name in URLS.values() if os.environ.get(name)]:
             raise BadInput(
                 f"a server that somebody else started ({urls[0]}) cannot be pinned; let specbisect start one"
@@ -194,12 +202,8 @@ def _library(engines: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _machine() -> dict[str, Any]:
-    known = child.call(library.environment)
-    return {name: known[name] for name in _MACHINE} | {"drivers": list(_drivers())}
-
-
-def _drivers() -> Iterator[str]:
+def drivers() -> Iterator[str]:
+    """The drivers of this machine's accelerators that say which they are, one line each."""
     for path in DRIVERS:
         if path.is_file():
             yield f"{path.parent.name} {' '.join(path.read_text().split())}"
