@@ -1,5 +1,6 @@
 """GGUF files on disk: what is in them and which bytes they are, without loading a model."""
 
+import functools
 import hashlib
 import os
 import re
@@ -62,10 +63,7 @@ def sha256(path: Path) -> str:
     read once. Raises `BadInput` when the file cannot be read.
     """
     files = parts(path)
-    stats = [
-        (os.path.realpath(p), s.st_size, s.st_mtime_ns, s.st_ino) for p in files for s in [p.stat()]
-    ]
-    name = hashlib.sha256(repr(stats).encode()).hexdigest()
+    name = hashlib.sha256(repr([_version(part) for part in files]).encode()).hexdigest()
     known = cache_dir() / "sha256" / name[:32]
     if known.exists():
         return known.read_text()
@@ -79,6 +77,12 @@ def sha256(path: Path) -> str:
             raise _unreadable(part, error) from None
     _remember(known, state.hexdigest())
     return state.hexdigest()
+
+
+def _version(path: Path) -> tuple[str, int, int, int]:
+    """Changes whenever the file does."""
+    s = path.stat()
+    return os.path.realpath(path), s.st_size, s.st_mtime_ns, s.st_ino
 
 
 def _remember(path: Path, text: str) -> None:
@@ -140,6 +144,11 @@ def inspect(path: str | Path) -> ModelFacts:
     Raises `BadInput` when it is missing, damaged, cut short, or not a language model.
     """
     path = Path(path)
+    return _inspect(path, tuple(_version(part) for part in parts(path)))
+
+
+@functools.lru_cache
+def _inspect(path: Path, _versions: tuple[tuple[str, int, int, int], ...]) -> ModelFacts:
     files = parts(path)
     headers = [_header(part) for part in files]
     metadata = headers[0].metadata

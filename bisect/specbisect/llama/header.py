@@ -63,7 +63,7 @@ def read(path: Path) -> Header:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(data).header()
-            except struct.error:
+            except (struct.error, OverflowError):
                 raise Malformed(f"ends inside its header, after {len(data)} bytes") from None
             except UnicodeDecodeError:
                 raise Malformed("holds a name that is not text") from None
@@ -124,8 +124,10 @@ class _Reader:
 
     def array(self, kind: int, length: int) -> int:
         if kind == _STRING:
-            for _ in range(length):
-                self.skip(self.scalar("Q"))
+            size, at = struct.Struct("<Q").unpack_from, self.at
+            for _ in range(length):  # of every token of a vocabulary
+                at += 8 + size(self.data, at)[0]
+            self.skip(at - self.at)
         elif kind in _SCALARS:
             self.skip(struct.calcsize("<" + _SCALARS[kind]) * length)
         else:
