@@ -12,12 +12,12 @@ import numpy as np
 
 from specbisect import stage
 from specbisect.cell import Case, DraftModel, SelfDraft
-from specbisect.compare import Verdict, compare
 from specbisect.diagnose import numeric
 from specbisect.diagnose.alignment import align
+from specbisect.diagnose.casefile import CaseFile
 from specbisect.diagnose.conclusion import Conclusion, Options
 from specbisect.diagnose.drafts import draft_replay
-from specbisect.diagnose.finding import Evidence, Finding
+from specbisect.diagnose.finding import Finding
 from specbisect.diagnose.lab import Lab, scripted
 from specbisect.diagnose.replay import (
     Replay,
@@ -36,22 +36,8 @@ SELF_ACCEPTANCE = 0.98
 """The target as its own drafter is accepted at least this often, near-ties aside."""
 
 
-class Examination:
-    """The experiments on one case, each run once, and what they said."""
-
-    def __init__(
-        self, engine: LibLlama, case: Case, vanilla: Trace, speculative: Trace, options: Options
-    ) -> None:
-        self.case = case
-        self.vanilla, self.speculative = vanilla, speculative
-        self.options = options
-        self.verdict: Verdict = compare(vanilla, speculative)
-        self.lab = Lab(engine, case, speculative.prompt_ids)
-        self.evidence: list[Evidence] = []
-
-    def note(self, experiment: str, run: str, outcome: str, **data: Any) -> None:
-        """Keep what an experiment said."""
-        self.evidence.append(Evidence(experiment=experiment, run=run, outcome=outcome, data=data))
+class Examination(CaseFile):
+    """The experiments on one case, each run once."""
 
     def conclude(self) -> Conclusion:
         """The first label that an experiment earns, in order."""

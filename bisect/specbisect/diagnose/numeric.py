@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from specbisect import stage
 from specbisect.cell import SelfDraft
+from specbisect.diagnose.casefile import CaseFile
 from specbisect.diagnose.conclusion import Conclusion
 from specbisect.diagnose.finding import Label
 from specbisect.diagnose.reference import RATIO, error, reference_row
@@ -15,9 +16,6 @@ from specbisect.diagnose.replay import cycle_of, first_token
 from specbisect.diagnose.widths import WIDEST, WidthTable, width_table
 from specbisect.llama.context import Logits
 from specbisect.trace import Trace
-
-if TYPE_CHECKING:
-    from specbisect.diagnose.examine import Examination
 
 NEEDS_REFERENCE = "needs-reference"
 """Sub-kind of a finding that has to be examined again with the float32 reference."""
@@ -36,7 +34,7 @@ class Change:
     seen: Logits | None
 
 
-def conclude(ex: "Examination", rows: Mapping[int, Logits]) -> Conclusion:
+def conclude(ex: CaseFile, rows: Mapping[int, Logits]) -> Conclusion:
     """The label of a case whose rows are reproduced bit for bit and yet differ between the arms."""
     trace = ex.speculative
     token = ex.verdict.fork
@@ -58,7 +56,7 @@ def conclude(ex: "Examination", rows: Mapping[int, Logits]) -> Conclusion:
     return Conclusion("batch-width", kind, _in_words(ex, kind, change, table))
 
 
-def audit(ex: "Examination") -> Conclusion:
+def audit(ex: CaseFile) -> Conclusion:
     """The label of a case in which tokens agree and rows are reproduced: is any width it used out of line?"""
     trace = ex.speculative
     number = min(1, len(trace.cycles) - 1)
@@ -73,7 +71,7 @@ def audit(ex: "Examination") -> Conclusion:
     )
 
 
-def _clean_history(ex: "Examination", change: Change) -> tuple[WidthTable, bool]:
+def _clean_history(ex: CaseFile, change: Change) -> tuple[WidthTable, bool]:
     """The fork's batch and its row at every width, both on a history that was decoded one token at a time."""
     stage.report("width-1 history")
     trace = ex.speculative
@@ -105,14 +103,14 @@ def _clean_history(ex: "Examination", change: Change) -> tuple[WidthTable, bool]
     return table, flips
 
 
-def _pick(ex: "Examination", row: Logits) -> int:
+def _pick(ex: CaseFile, row: Logits) -> int:
     if ex.case.cell.ignore_eos:
         row = row.copy()
         row[list(ex.lab.model.vocab.end_tokens)] = -np.inf
     return int(row.argmax())
 
 
-def _note_widths(ex: "Examination", table: WidthTable) -> None:
+def _note_widths(ex: CaseFile, table: WidthTable) -> None:
     departs, flips = table.departs_at(), table.smallest_flip()
     said = "same bits at every width" if departs is None else f"other bits from width {departs} on"
     said += "" if flips is None else f", another token from width {flips} on"
@@ -129,7 +127,7 @@ def _note_widths(ex: "Examination", table: WidthTable) -> None:
 
 
 def _defect(
-    ex: "Examination", table: WidthTable, used: Sequence[int], change: Change | None
+    ex: CaseFile, table: WidthTable, used: Sequence[int], change: Change | None
 ) -> Conclusion | None:
     """A `kernel-defect` or `baseline`, when the change is not what reordering a sum makes."""
     silent = "" if change is not None else " (tokens agree)"
@@ -152,7 +150,7 @@ def _defect(
     return _against_reference(ex, table, used, change)
 
 
-def _beyond_envelope(ex: "Examination", table: WidthTable, change: Change | None) -> bool:
+def _beyond_envelope(ex: CaseFile, table: WidthTable, change: Change | None) -> bool:
     envelope = ex.options.envelope
     if change is None or envelope is None or (known := envelope.at(change.width)) is None:
         return False
@@ -163,7 +161,7 @@ def _beyond_envelope(ex: "Examination", table: WidthTable, change: Change | None
 
 
 def _against_reference(
-    ex: "Examination", table: WidthTable, used: Sequence[int], change: Change | None
+    ex: CaseFile, table: WidthTable, used: Sequence[int], change: Change | None
 ) -> Conclusion | None:
     run = "every width's row against a float32 copy of the target"
     if ex.options.reference is None:
@@ -210,7 +208,7 @@ def _audited(trace: Trace) -> int:
     return first_token(trace, trace.cycles[min(1, len(trace.cycles) - 1)])
 
 
-def _in_words(ex: "Examination", kind: str, change: Change, table: WidthTable) -> str:
+def _in_words(ex: CaseFile, kind: str, change: Change, table: WidthTable) -> str:
     """The evidence for `batch-width` as users read it."""
     vanilla, envelope = ex.vanilla, ex.options.envelope
     margin = vanilla.margins[change.token]
@@ -256,7 +254,7 @@ class Control:
         return self.accepted / decided if decided else 1.0
 
 
-def self_control(ex: "Examination") -> Control:
+def self_control(ex: CaseFile) -> Control:
     """Run the target as its own drafter at the case's draft length."""
     drafter = ex.case.cell.drafter
     assert drafter is not None
