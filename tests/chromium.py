@@ -1,6 +1,7 @@
 """Headless Chromium over its debugging pipe: load a page, look at it, listen to what it says."""
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+SPOKEN = (3, 4)
 PATIENCE_S = 60.0
 
 
@@ -36,10 +38,17 @@ class Browser:
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
         flags += ["--no-first-run", "--disable-background-networking", f"--user-data-dir={profile}"]
         self._log = (profile.parent / "chromium.log").open("wb")
-        # The browser speaks on descriptors 3 and 4.
+
+        def connect() -> None:
+            """The browser speaks on these two descriptors; copies first, as ours may have the same numbers."""
+            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]
+            for end, number in zip(ends, SPOKEN, strict=True):
+                os.dup2(end, number)
+
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", program, *flags],
-            pass_fds=(theirs_in, theirs_out),
+            [program, *flags],
+            pass_fds=SPOKEN,
+            preexec_fn=connect,  # noqa: PLW1509 (it calls the kernel only)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._log,

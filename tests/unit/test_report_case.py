@@ -97,7 +97,7 @@ def test_the_issue_of_a_narrowed_case_sets_it_against_the_original() -> None:
         "| 4 | batch-width |",
         "n_ubatch + type_k",
         "| flash_attn | on | auto | on, off |",
-        "| blk.1.ffn_down.weight | Q4_K | Q8_0 | none | batch-width |",
+        "| blk.1.ffn_down.weight | Q4_K | Q8_0 | none | batch-width | all of them |",
         '--tensor-type "blk.1.ffn_down=q4_K"',
     ):
         assert wanted in issue

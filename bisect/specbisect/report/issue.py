@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specbisect.cell import AXES, Drafter, Model, drafter_label
-from specbisect.narrow.result import Narrowed
+from specbisect.narrow.result import Narrowed, Neighbour, Tensors
 from specbisect.report import acceptance, hardware, render, text
 from specbisect.report.repro import Script, model_file
 from specbisect.report.subject import Subject, ids_digest, place_of, token
@@ -214,7 +214,6 @@ def _narrowed(about: Subject, python: Script) -> dict[str, Any]:
     found = about.narrowed
     if found is None:
         return {}
-    tensors = found.tensors
     return {
         "trials": found.trials,
         "proved": found.proved_minimal,
@@ -226,12 +225,13 @@ def _narrowed(about: Subject, python: Script) -> dict[str, Any]:
         "irrelevant": [
             (i.axis, i.original, i.now, ", ".join(map(str, i.tried))) for i in found.irrelevant
         ],
-        "tensors": [
-            (", ".join(tensors.names), tensors.unsafe, tensors.safe, tensors.without, tensors.alone)
-        ]
-        if tensors
-        else [],
+        "tensors": [_tensors(found.tensors)] if found.tensors else [],
     }
+
+
+def _tensors(found: Tensors) -> tuple[object, ...]:
+    enough = ", ".join(found.enough) or "all of them"
+    return ", ".join(found.names), found.unsafe, found.safe, found.without, found.alone, enough
 
 
 def _minimal(about: Subject, found: Narrowed) -> Rows:
@@ -258,8 +258,8 @@ def _neighbours(about: Subject, narrowed: Narrowed, python: Script) -> Rows:
     file = model_file(about.finding.case.cell.target)
     found: Rows = []
     for n in narrowed.neighbours:
-        argument = _argument(n.axis, n.neighbour)
-        runs = n.neighbour is not None and argument.split("=")[0] in python.settings
+        argument = _argument(n)
+        runs = argument.partition("=")[0] in python.settings
         found.append(
             (
                 n.axis,
@@ -272,11 +272,14 @@ def _neighbours(about: Subject, narrowed: Narrowed, python: Script) -> Rows:
     return found
 
 
-def _argument(axis: str, value: Any) -> str:
-    """An axis's value as an argument of repro.py."""
-    if axis == "n_max":
-        return f"width={int(value) + 1}" if value is not None else ""
-    return f"{axis}={int(value) if isinstance(value, bool) else value}"
+def _argument(found: Neighbour) -> str:
+    """A neighbour as an argument of repro.py, which can make batches narrower but not wider; empty without one."""
+    value = found.neighbour
+    if value is None or (found.axis == "n_max" and value > found.value):
+        return ""
+    if found.axis == "n_max":
+        return f"width={value + 1}"
+    return f"{found.axis}={int(value) if isinstance(value, bool) else value}"
 
 
 def _settings(about: Subject) -> Rows:

@@ -132,26 +132,31 @@ def _fork(trace: Trace, place: Place) -> Constants:
 def _kernel(about: Subject, trace: Trace) -> Constants:
     """The row whose widths the diagnosis compared, as it did."""
     cycle, row = trace.cycles[min(1, len(trace.cycles) - 1)], 0
-    if about.place is not None:
-        cycle, row = about.place.cycle, about.place.row
+    if place := about.place or (place_of(trace, trace.nonfinite[0]) if trace.nonfinite else None):
+        cycle, row = place.cycle, place.row
     at = cycle.base + row - len(trace.prompt_ids)  # generated tokens before the one that is fed
     ahead = [*cycle.batch[row:], *trace.ids[at + 1 :]]
     widest = max(WIDEST, cycle.width + 1)
     while len(ahead) < widest:
         ahead += ahead
     suspect = 1 if about.finding.label == "baseline" else _suspect(about.finding.kind, cycle.width)
-    distances = about.datum("distance", "widths") or {}
-    recorded = distances.get(suspect, distances.get(str(suspect)))
     return {
         "ids": _ids("IDS", trace.ids[:at]),
         "ahead": _ids("AHEAD", ahead[:widest]),
         "widest": widest,
         "n_tokens": cycle.base + row,
         "suspect": suspect,
-        "apart": recorded
-        if recorded is not None and np.isfinite(recorded) and recorded > 0
-        else 1e30,
+        "broken": about.finding.kind == "nan",
+        "alone": [suspect] in (about.datum("classes", "widths") or ()),
+        "apart": _recorded_distance(about, suspect),
     }
+
+
+def _recorded_distance(about: Subject, width: int) -> float:
+    """Largest difference of a logit from width 1, as the diagnosis saw it; beyond reach where it did not."""
+    known = {int(w): d for w, d in (about.datum("distance", "widths") or {}).items()}
+    found = known.get(width, 0.0)
+    return found if 0 < found < np.inf else 1e30
 
 
 def _suspect(kind: str, width: int) -> int:

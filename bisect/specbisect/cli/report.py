@@ -1,0 +1,94 @@
+"""``specbisect report``: what a run or a case has shown, for others to read and to check."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from specbisect.cli import options, output
+from specbisect.errors import BadInput
+
+if TYPE_CHECKING:
+    from specbisect.store import Store
+
+FORMATS = ("html", "md", "json", "junit")
+
+
+@click.command("report")
+@click.argument("directory", type=options.PATH)
+@click.option("--case", "key", metavar="ID", help="One case, by the beginning of its id.")
+@click.option(
+    "-o",
+    "--output",
+    "target",
+    type=options.PATH,
+    required=True,
+    help="Directory to write to; made if need be.",
+)
+@click.option(
+    "--format",
+    "formats",
+    type=click.Choice(FORMATS),
+    multiple=True,
+    help="Of a whole run: how to write it; may be repeated.  [default: html]",
+)
+@click.option(
+    "--redact-prompt",
+    is_flag=True,
+    help="Of a case: leave out the prompt's text and token ids, and write their SHA-256 instead.",
+)
+@options.as_json
+def command(
+    *,
+    directory: Path,
+    key: str | None,
+    target: Path,
+    formats: tuple[str, ...],
+    redact_prompt: bool,
+    as_json: bool,
+) -> None:
+    """Write a report on the run in DIRECTORY: a page for the whole of it or, with --case, an issue to file.
+
+    The page is one file that needs no network. For a case there are issue.md, under the headings of llama.cpp's bug
+    form, repro.py and repro.sh, which show it without specbisect, git-bisect.md and finding.json. No report names
+    this user, this host, home directories or keys.
+    """
+    from specbisect.store import Store
+
+    if key is not None and formats:
+        raise BadInput(
+            "--format is for whole runs; with --case, leave it out: every file is written"
+        )
+    if key is None and redact_prompt:
+        raise BadInput("--redact-prompt is for one case; a report on a run shows no prompts")
+    with Store.open(directory, readonly=True) as store:
+        if key is not None:
+            paths = _of_case(store, key, target, redact_prompt)
+        else:
+            paths = _of_run(store, target, formats or FORMATS[:1])
+    if as_json:
+        output.emit({"schema": "specbisect.written/1", "files": [str(p) for p in paths]})
+    else:
+        click.echo("\n".join(map(str, paths)))
+
+
+def _of_case(store: "Store", key: str, target: Path, redact_prompt: bool) -> list[Path]:
+    from specbisect.report import case, stored
+
+    finding, narrowed = stored.latest(store, store.case(key).key)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    texts = case.files(finding, narrowed, created=created, redact_prompt=redact_prompt)
+    return case.write(target, texts)
+
+
+def _of_run(store: "Store", target: Path, formats: Iterable[str]) -> list[Path]:
+    from specbisect.report import case, run
+    from specbisect.report import formats as made
+
+    found = run.read(store)
+    if not found.entries:
+        raise BadInput(f"{store.path} holds no finished case; run it first")
+    wanted = [made.FORMATS[name] for name in dict.fromkeys(formats)]
+    return case.write(target, {name: make(found) for name, make in wanted})
