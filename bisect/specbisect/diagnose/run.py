@@ -20,6 +20,7 @@ from specbisect.diagnose.envelope import Envelope, measure
 from specbisect.diagnose.examine import examine
 from specbisect.diagnose.finding import Evidence, Finding
 from specbisect.diagnose.numeric import NEEDS_REFERENCE
+from specbisect.diagnose.served import examine_served
 from specbisect.engines import engine
 from specbisect.engines.libllama import LibLlama
 from specbisect.errors import BadInput, EngineFault
@@ -58,8 +59,9 @@ class Progress:
 
 
 def examine_case(case: Case, vanilla: Trace, speculative: Trace, options: Options) -> Finding:
-    """`examine` in this process; what worker processes are asked to call."""
-    return examine(_libllama(), case, vanilla, speculative, options)
+    """Examine a case in this process; what worker processes are asked to call."""
+    experiments = examine if case.cell.engine == "libllama" else examine_served
+    return experiments(_libllama(), case, vanilla, speculative, options)
 
 
 def measure_envelope(case: Case, trace: Trace, widths: tuple[int, ...]) -> Envelope:
@@ -107,13 +109,14 @@ def diagnose(
 
 
 def select(rows: Iterable[Row], audit: bool) -> Iterator[Row]:
-    """Cases to diagnose: those that depart and, with `audit`, all that ran; without it, also suspicious ones."""
+    """Cases to diagnose: with `audit` all that ran, else those that depart, are suspicious or have others around."""
     rows = list(rows)
     usual = _usual_acceptance(rows)
     for row in rows:
         if row.outcome in ("failed", "invalid"):
             continue
-        if audit or row.outcome != "agree" or _suspicious(row, usual):
+        surrounded = row.cell.n_parallel > 1 or row.cell.cache_prompt
+        if audit or surrounded or row.outcome != "agree" or _suspicious(row, usual):
             yield row
 
 
