@@ -321,6 +321,14 @@ def test_too_few_drafted_tokens_say_too_little(run: Run) -> None:
     assert verdict.exit_code == 3
 
 
+def test_a_drafter_that_fell_silent(run: Run) -> None:
+    run.add(drafted=False)
+    assert states(run.judge(acceptance())) == {"unexercised": "inconclusive"}
+    verdict = run.judge(acceptance(), baseline=lambda cell, group: locked(2))
+    assert said(verdict, "acceptance") == "nothing drafted, where 108 tokens were locked"
+    assert verdict.exit_code == 1
+
+
 def test_a_shifted_draft_passes_its_tokens_and_fails_its_acceptance(run: Run) -> None:
     for _ in range(3):
         run.add("none", shift=1)

@@ -19,7 +19,18 @@ from specbisect.errors import BadInput, SpecbisectError, did_you_mean
 
 COMMANDS = {
     name: f"specbisect.cli.{name}"
-    for name in ("demo", "plan", "run", "show", "check", "diagnose", "quantize", "env")
+    for name in (
+        "demo",
+        "plan",
+        "run",
+        "show",
+        "check",
+        "diagnose",
+        "lock",
+        "gate",
+        "quantize",
+        "env",
+    )
 }
 """Modules by command, in the order of the help page; one is imported when its command is asked for."""
 

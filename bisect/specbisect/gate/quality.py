@@ -77,7 +77,15 @@ _Answer = tuple[str, Literal["pass", "fail", "inconclusive"], str]
 def _judge(
     now: Acceptance, locked: Acceptance | None, rule: rules.Acceptance, compares: bool
 ) -> Iterator[_Answer]:
-    if now.rate is None or now.drafted < rule.min_drafted:
+    if now.rate is None:  # which its tokens have been judged for already
+        if locked is not None and locked.drafted >= rule.min_drafted:
+            yield (
+                "acceptance",
+                "fail",
+                f"nothing drafted, where {locked.drafted} tokens were locked",
+            )
+        return
+    if now.drafted < rule.min_drafted:
         said = f"{now.drafted} tokens drafted, which says too little (min_drafted = {rule.min_drafted})"
         yield "acceptance", "inconclusive", said
         return
