@@ -60,7 +60,9 @@ class Commands(click.Group):
         return command
 
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=Commands, no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="specbisect")
 @click.option("--debug", is_flag=True, help="Print the traceback of an internal error.")
 def cli(debug: bool) -> None:

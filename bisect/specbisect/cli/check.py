@@ -46,7 +46,9 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> Verdicts:
-    """Run one prompt without and with a drafter, and show where the texts part.
+    """Run one prompt without and with a drafter.
+
+    Shows both texts, and where they part if they do.
 
     \b
     specbisect check -m target.gguf -md draft.gguf --n-max 7 -p "Once upon a time"

@@ -46,9 +46,9 @@ class Demonstrated:
 def command(
     base: Path | None, directory: Path, fresh: bool, timeout: float, as_json: bool
 ) -> Demonstrated:
-    """Run the shipped matrix `demo` on SmolLM2 (135M) and say what the result means.
+    """Run the main job on a small real model.
 
-    The exit code is 0 when every case ran, also when some differ: that is what there is to see here.
+    Runs the shipped matrix `demo` on SmolLM2 (135M) and says what the result means. The exit code is 0 when every case ran, also when some differ: that is what there is to see here.
     """
     from specbisect.matrix import Overrides, load, shipped
 

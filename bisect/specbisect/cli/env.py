@@ -13,7 +13,10 @@ from specbisect.errors import BadInput
 @click.command("env")
 @options.as_json
 def command(as_json: bool) -> None:
-    """Describe the environment: a block to paste into a bug report. It names no user, host or home."""
+    """Describe the environment for a bug report.
+
+    Names no user, no host and no home directory.
+    """
     facts = environment()
     if as_json:
         output.emit({"schema": "specbisect.environment/1"} | facts)

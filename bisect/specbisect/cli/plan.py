@@ -30,7 +30,10 @@ CHARACTERS_PER_TOKEN = 4
 def command(
     *, file: str, overrides: "Overrides", only: str | None, no_probe: bool, as_json: bool
 ) -> None:
-    """Say what a run of MATRIX would do: cells, cases, files to make, time. Writes nothing."""
+    """Say what a run of MATRIX would do.
+
+    Counts cells and cases, names what is pruned and which files must be made, and estimates the time. Writes nothing.
+    """
     from specbisect.cli.run import check
     from specbisect.matrix import find, load
 

@@ -14,9 +14,9 @@ from specbisect.cli import options, output
 @click.option("-o", "--output", "directory", type=options.PATH, help="Put the files here too.")
 @options.as_json
 def command(base: Path, types: tuple[str, ...], directory: Path | None, as_json: bool) -> None:
-    """Make quantisations of BASE, such as Q8_0 or Q4_K_M, where the cache does not have them yet.
+    """Make quantisations of BASE, such as Q8_0.
 
-    Prints where they are and which tensor types are really in them: a row whose length does not allow a type falls
+    They are made once, into the cache. Prints where they are and which tensor types are really in them: a row whose length does not allow a type falls
     back to another one, as in llama.cpp.
     """
     from specbisect.cli.run import make

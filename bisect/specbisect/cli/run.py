@@ -49,7 +49,7 @@ class Execution:
 @click.option("--retry-failed", is_flag=True, help="Run cases again that failed.")
 @options.as_json
 def command(*, file: str, overrides: "Overrides", directory: Path | None, **how: Any) -> Verdicts:
-    """Run every case of MATRIX and show which differ, and from which token on.
+    """Run every case of MATRIX and show which differ.
 
     MATRIX is a file or the name of a shipped matrix. The same command again goes on where an earlier one ended.
 
