@@ -28,7 +28,8 @@ class Seen:
     Where it is a difference: `fork` is the first token that differs, `start` the number of tokens generated when the
     batch began that decides it, `row` the row in it. `needed` is how long an answer must be for none of the batches up
     to there to be cut short, `drafts` what was drafted up to there, `history` the ids generated before that batch.
-    `reason` says why a candidate failed or could not be told.
+    Where it is none, `departs` says whether rows differ all the same, so that another text might show it. `reason` says
+    why a candidate failed or could not be told.
     """
 
     label: Shown
@@ -39,6 +40,7 @@ class Seen:
     needed: int = 1
     drafts: Drafts = ()
     history: tuple[int, ...] = ()
+    departs: bool = False
     reason: str = ""
     counters: Counters = field(default=Counters(), compare=False)
 
@@ -113,20 +115,22 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StoredJournal:
-    """The journal of one search in a run directory."""
+    """The journal of one search in a run directory. With `retry`, what failed before is not known and runs again."""
 
     store: Store
     search: str
+    retry: bool = False
 
     def ended(self) -> Mapping[str, Seen]:
         """A trial without a result had begun when everything ended with it: it is not tried again."""
         died = Seen("failed", reason="the trial did not live to its end")
-        found = {r.candidate: r.result for r in self.store.trials(self.search)}
-        return {
-            key: SEEN.validate_json(text) if text else died
-            for key, text in found.items()
-            if text != _GIVEN_UP
+        entries = self.store.trials(self.search)
+        found = {
+            entry.candidate: SEEN.validate_json(entry.result) if entry.result else died
+            for entry in entries
+            if entry.result != _GIVEN_UP
         }
+        return {k: s for k, s in found.items() if not (self.retry and s.label == "failed")}
 
     def begin(self, key: str) -> None:
         """See `Journal`."""

@@ -52,7 +52,8 @@ def _scripts(search: Search) -> Iterator[Candidate]:
 
 def _batches(search: Search) -> Iterator[Drafts]:
     seen, width = search.gate.shown, search.best.cell.width
-    if search.wanted.label != "state":  # which shows in the batches after the one that is to blame
+    if search.wanted.label != "state" and search.wanted.kind != "accumulated":
+        # Those two show in batches after the one that is to blame.
         there = next((ids for start, ids in seen.drafts if start == seen.start), ())
         behind = (there[seen.row :] + (FILLER,) * width)[: width - 1]
         yield ((seen.start + seen.row, (FILLER,) * (width - 1)),)

@@ -14,6 +14,10 @@ from specbisect.narrow.weights import Ladder
 T = TypeVar("T", bound=Hashable)
 
 
+SHORT, OTHERS = 4, 2
+"""Prompts of at most so many tokens are exchanged, for so many others."""
+
+
 class Stopped(Exception):
     """A search ends before its end, with the best so far in its gate; `reason` says why."""
 
@@ -73,14 +77,37 @@ class Search:
         """Whether one of `candidates` still shows it; they are tried in order until one does."""
         return any(self.gate.consider(c) is Outcome.STILL for c in candidates)
 
+    def still(self, candidate: Candidate) -> Outcome:
+        """`Gate.consider`, and where that is lost by a hair, the same with other prompts as short.
+
+        When rows differ and no token does, it takes another text to show it, and a prompt of few tokens is as good as
+        another: those of the original prompt are tried.
+        """
+        outcome = self.gate.consider(candidate)
+        if outcome is not Outcome.DIFFERENT or not self.gate.observe(candidate).departs:
+            return outcome
+        again = (candidate.but(prompt=ids) for ids in self._prompts(len(candidate.prompt)))
+        return Outcome.STILL if self.first(again) else outcome
+
+    def _prompts(self, length: int) -> Iterator[tuple[int, ...]]:
+        ids = self.best.original.prompt.ids or ()
+        if length <= SHORT:
+            starts = range(0, len(ids) - length + 1, max(1, len(ids) // (OTHERS + 1)))
+            yield from (ids[at : at + length] for at in starts[1 : OTHERS + 1])
+
     def reduce(
         self,
         items: Sequence[T],
         build: Callable[[tuple[T, ...]], Candidate],
         cuts: Sequence[Cut[T]] = (),
+        any_text: bool = False,
     ) -> Minimised[T]:
-        """`ddmin` over candidates: `build` makes one of what is left of `items`. Raises `Stopped`."""
-        found = ddmin(items, lambda kept: self.gate.consider(build(kept)), cuts=cuts)
+        """`ddmin` over candidates: `build` makes one of what is left of `items`. Raises `Stopped`.
+
+        With `any_text`, by `still` instead of the gate alone.
+        """
+        test = self.still if any_text else self.gate.consider
+        found = ddmin(items, lambda kept: test(build(kept)), cuts=cuts)
         if found.reason in (Reason.BUDGET, Reason.INTERRUPTED):
             raise Stopped(found.reason)
         return found

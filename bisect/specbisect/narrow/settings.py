@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from specbisect.cell import AXES, Axis
-from specbisect.narrow.candidate import Weights, in_width
+from specbisect.narrow.candidate import Candidate, Weights, in_width
 from specbisect.narrow.ddmin import Outcome
 from specbisect.narrow.search import Search
+from specbisect.narrow.weights import Ladder
 
 FEW = 16
 """So many numbers below a value are all tried; of more, first every one that is twice as far as the one before."""
@@ -23,16 +24,16 @@ def precision(search: Search) -> None:
         search.first(reversed(rungs))
 
 
-def safe_weights(search: Search) -> Weights | None:
-    """The least precise weights above the best ones that were tried and do not show it."""
-    if search.ladder is None:
-        return None
-    rungs = search.ladder.above(Weights(search.best.weights.model, search.best.weights.type))
-    for rung in rungs:
+def safe_weights(search: Search, ladder: Ladder) -> Weights | None:
+    """The least precise weights above the best ones that do not show it; rather those with no difference in any row."""
+    passing = []
+    for rung in ladder.above(search.best.weights):
         seen = search.gate.observe(search.best.but(target=rung))
         if search.wanted.outcome(seen) is Outcome.DIFFERENT:
-            return rung
-    return None
+            passing.append((seen.departs, rung))
+            if not seen.departs:
+                break
+    return min(passing, key=lambda found: found[0])[1] if passing else None
 
 
 def width(search: Search) -> None:
@@ -41,7 +42,8 @@ def width(search: Search) -> None:
     assert drafter is not None
     with search.step("width", "width", lambda c: c.cell.width):
         narrower = range(2, search.best.cell.width)
-        search.first(search.best.but(drafter=in_width(drafter, w)) for w in narrower)
+        tried = (search.best.but(drafter=in_width(drafter, w)) for w in narrower)
+        any(search.still(candidate) is Outcome.STILL for candidate in tried)
 
 
 def axes(search: Search) -> None:
@@ -50,12 +52,12 @@ def axes(search: Search) -> None:
     Axes that are left because none can be spared belong together: it takes all of them.
     """
     with search.step("axes", "axes", lambda c: ", ".join(c.changed()) or "all at default"):
-        best = search.best
+        changed = search.best.changed()
 
-        def at_default(kept: tuple[str, ...]) -> Any:
-            return best.but(**{n: AXES[n].default for n in best.changed() if n not in kept})
+        def at_default(kept: tuple[str, ...]) -> Candidate:
+            return search.best.but(**{n: AXES[n].default for n in changed if n not in kept})
 
-        found = search.reduce(best.changed(), at_default)
+        found = search.reduce(changed, at_default, any_text=True)
     needed = [n for n, out in zip(found.items, found.removals, strict=True) if _needed(out)]
     search.interactions = (tuple(needed),) if len(needed) > 1 else ()
     for name in found.items:
@@ -69,11 +71,10 @@ def _needed(without: Outcome | None) -> bool:
 def _simplest(search: Search, axis: Axis) -> None:
     """The simplest value of an axis that still shows it."""
     with search.step("axes", axis.name, lambda c: getattr(c.cell, axis.name)):
-        best = search.best
         failed: Any = None
         while values := list(simpler(axis, getattr(search.best.cell, axis.name), failed)):
             for value in values:
-                if search.first([best.but(**{axis.name: value})]):
+                if search.still(search.best.but(**{axis.name: value})) is Outcome.STILL:
                     break
                 failed = value
             else:

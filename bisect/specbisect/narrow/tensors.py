@@ -18,7 +18,7 @@ def tensors(search: Search) -> None:
     if ladder is None or weights.type in UNQUANTISED:
         return
     with search.step("tensors", "tensors", _left):
-        if search.mixing is None and (safe := safe_weights(search)) is not None:
+        if search.mixing is None and (safe := safe_weights(search, ladder)) is not None:
             search.mixing = weights, safe
         if search.mixing is None:
             return

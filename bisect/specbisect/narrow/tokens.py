@@ -63,7 +63,7 @@ def drafts(search: Search) -> None:
         for start, ids in search.best.drafts:
             shorter = (ids[:n] for n in range(1, len(ids)))
             search.first(_with_draft(search.best, start, cut) for cut in shorter)
-    with search.step("drafts", "tokens that matter", lambda c: _that_matter(c.drafts)):
+    with search.step("drafts", "tokens that matter", lambda c: len(_that_matter(c.drafts))):
         best = search.best
         search.reduce(_that_matter(best.drafts), lambda kept: _filled(best, kept))
 

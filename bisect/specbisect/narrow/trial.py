@@ -8,19 +8,21 @@ a history of width 1. What cannot be had so cheaply is examined in full; what a 
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from specbisect.cell import AXES, Case, Scripted
+from specbisect.cell import AXES, CASE, Case, Scripted
 from specbisect.compare import compare
 from specbisect.diagnose.conclusion import Options
+from specbisect.diagnose.envelope import measure
 from specbisect.diagnose.examine import examine
-from specbisect.diagnose.finding import Label
+from specbisect.diagnose.finding import Evidence, Finding, Label
 from specbisect.diagnose.replay import cycle_of, first_token, replay
 from specbisect.engines import engine, run_arm
 from specbisect.engines.decoding import Recorder, Speculative
 from specbisect.engines.drafters import LookupProposer, Proposer
 from specbisect.engines.faults import tamper_of
 from specbisect.engines.libllama import LibLlama, speculative_arm
+from specbisect.errors import EngineFault
 from specbisect.llama.context import Context, Settings
 from specbisect.llama.vocab import open_vocab
 from specbisect.narrow.candidate import compares_widths, own_tokens
@@ -36,11 +38,20 @@ _ENDS = frozenset({b".", b"!", b"?", b"\n"})
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is looked for: a label and its sub-kind, and the options of a full examination where one is needed."""
+    """What is looked for: a label and its sub-kind.
+
+    `weighed` when it was earned by a comparison with a float32 copy of the target; `reference` is the path of that
+    copy, None before it is made, "" when it cannot be.
+    """
 
     label: Label
     kind: str = ""
-    options: Options = field(default_factory=lambda: Options(reference=""))
+    weighed: bool = False
+    reference: str | None = None
+
+    def options(self) -> Options:
+        """Those of a full examination."""
+        return Options(audit=self.kind == "self-control", reference=self.reference)
 
 
 def look(case: Case, how: Look) -> Seen:
@@ -49,7 +60,38 @@ def look(case: Case, how: Look) -> Seen:
         return _above(case, how)
     if how.label in CHEAP | LAYERS:
         return _brief(case, whole=how.label == "state", silent=how.kind == "silent")
-    return _examined(case, how.options)
+    return _examined(case, how if how.weighed else replace(how, reference=""))
+
+
+def examined(text: str, how: Look) -> Finding:
+    """The finding on the case in `text` (JSON), after a full examination."""
+    case = CASE.validate_json(text)
+    vanilla, speculative = run_arm(case.vanilla), run_arm(case)
+    if case.cell.engine == "libllama":
+        options = _weighed(case, vanilla, how)
+        return examine(_libllama(), case, vanilla, speculative, options)
+    seen = look(case, how)
+    match seen.label:
+        case "failed" | "unresolved":
+            raise EngineFault("examine", seen.reason)
+        case label:
+            pass
+    below = Evidence(
+        experiment="layers",
+        run="the same case in libllama",
+        outcome="no difference" if label in LAYERS else f"{label} there too",
+    )
+    return Finding(
+        case=case,
+        verdict=compare(vanilla, speculative),
+        label=label,
+        kind=seen.kind,
+        summary=f"{case.cell.engine} shows it; libllama: {below.outcome}",
+        evidence=(below,),
+        vanilla=vanilla,
+        speculative=speculative,
+        counters=seen.counters,
+    )
 
 
 def line_ends(path: str, ids: Sequence[int]) -> frozenset[int]:
@@ -87,7 +129,7 @@ def _above(case: Case, how: Look) -> Seen:
     return replace(inner, counters=inner.counters + cost)
 
 
-def _examined(case: Case, options: Options) -> Seen:
+def _examined(case: Case, how: Look) -> Seen:
     libllama = _libllama()
     _tapes().close()  # its context would be in the way of the models of drafters
     vanilla = libllama.run(case.vanilla)
@@ -95,13 +137,25 @@ def _examined(case: Case, options: Options) -> Seen:
         drafter = Scripted(own_tokens(vanilla.ids, case.cell.width))
         case = replace(case, cell=replace(case.cell, drafter=drafter))
     speculative = libllama.run(case)
+    options = _weighed(case, vanilla, how)
     found = examine(libllama, case, vanilla, speculative, options)
     cost = vanilla.counters + speculative.counters + found.counters
+    if options.envelope:
+        cost += options.envelope.counters
     fork = found.verdict.fork
     deciding = cycle_of(speculative, fork) if fork is not None else None
     last = deciding[0] if deciding else len(speculative.cycles) - 1
     seen = _seen(found.label, found.kind, speculative, last, fork)
     return replace(seen, counters=cost)
+
+
+def _weighed(case: Case, vanilla: Trace, how: Look) -> Options:
+    """The options of a full examination, with the envelope where the label rests on it."""
+    options = how.options()
+    widths = [w for w in {2, 4, case.cell.width} if w <= len(vanilla.ids)]
+    if not how.weighed or not widths or len(vanilla.ids) < 3:
+        return options
+    return replace(options, envelope=measure(_libllama(), case.vanilla, vanilla, widths))
 
 
 class _Vanillas(LookupProposer):
@@ -168,7 +222,11 @@ class _Race:
             return self._cause()
         if not any(cycle.drafted for cycle in self.arm.cycles):
             return Seen("not-engaged")
-        return self._cause() if silent else Seen("none")
+        return self._cause() if silent else self._nothing()
+
+    def _nothing(self) -> Seen:
+        pairs = zip(self.recorder.choices, self.tape.choices(len(self.recorder.ids)), strict=False)
+        return Seen("none", departs=any(a.digest != b.digest for a, b in pairs))
 
     def _begin(self) -> None:
         """Start both where the first draft is; before it, the arms are one and the same."""
@@ -233,7 +291,7 @@ class _Race:
             last = max(last, first + differing[0]) if fork is not None else first + differing[0]
             return _seen("state", "" if fork is not None else "silent", trace, last, fork)
         if fork is None:
-            return Seen("none")
+            return self._nothing()
         if deciding is None:
             return _seen("unexplained", "", trace, last, fork)
         kind = "at-fork" if self._flips(trace, *deciding, fork) else "accumulated"
