@@ -19,6 +19,7 @@ from specbisect.diagnose.conclusion import Options
 from specbisect.diagnose.envelope import measure
 from specbisect.diagnose.examine import examine
 from specbisect.diagnose.finding import Finding
+from specbisect.engines import binding
 from specbisect.engines.libllama import LibLlama, make
 from specbisect.errors import EngineFault
 from specbisect.fault import Fault
@@ -370,3 +371,51 @@ def test_a_natural_fork_is_there_on_upstreams_own_server(
     report.write(tmp_path, report.files(agreeing))
     code, said = run_shell(tmp_path, llama_server, *models)
     assert code == 0, said
+
+
+@pytest.mark.parametrize("label", ["prompt-cache", "batch-composition", "cross-sequence"])
+def test_requests_around_a_case_can_be_made_on_upstreams_own_server(
+    label: str, lab: LibLlama, tiny: Callable[..., Case], llama_server: Path, tmp_path: Path
+) -> None:
+    case = tiny()
+    axes = {"cache_prompt": True} if label == "prompt-cache" else {"n_parallel": 3, "n_ctx": 1536}
+    around = replace(case, cell=replace(case.cell, engine="server", **axes))  # type: ignore[arg-type]
+    found = diagnosed(lab, case).model_copy(update={"label": label, "case": around})
+    report.write(tmp_path, report.files(found))
+    assert isinstance(case.cell.drafter, DraftModel)
+    models = case.cell.target.path, case.cell.drafter.model.path
+    code, said = run_shell(tmp_path, llama_server, *models)
+    assert code in (0, 1), said
+    assert re.search(r"no difference in 32 tokens|token \d+: \d+ .*, \d+ .* other requests", said)
+
+
+@pytest.mark.parametrize("n_max", [3, 7])
+def test_a_fork_of_the_binding_is_shown_by_the_binding(
+    n_max: int, ladder: Callable[[str], Path], repro: Callable[[Finding], Repro]
+) -> None:
+    engine = binding.make()
+    drafter = DraftModel(model(ladder("Q2_K")), n_max)
+    cell = Cell(
+        model(ladder("Q4_K_M")), drafter, engine="binding", n_threads=1, n_ctx=512, n_predict=48
+    )
+    for text in TEXTS:
+        case = Case(cell, Prompt("natural", text))
+        vanilla, speculative = engine.run(case.vanilla), engine.run(case)
+        verdict = compare(vanilla, speculative)
+        if verdict.outcome == "fork":
+            break
+    else:
+        pytest.skip("NOT RUN: the binding does not fork on this machine")
+    found = Finding(
+        case=case,
+        verdict=verdict,
+        label="binding-only",
+        summary="only in the binding",
+        vanilla=vanilla,
+        speculative=speculative,
+    )
+    program = repro(found)
+    code, said = program.run()
+    assert code == 1, said
+    assert "as recorded" in said
+    assert program.run("width=1")[0] == 0

@@ -1,11 +1,13 @@
 """The files of a report on a case: complete, reproducible, and safe whatever the prompt holds."""
 
 import hashlib
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from findings import CYCLES, PROMPT_IDS, finding, narrowed, trace
@@ -167,6 +169,13 @@ def test_the_finding_can_be_read_back_with_numbers_that_are_none() -> None:
     read = file.load(text).finding.vanilla
     assert read.margins[0] != read.margins[0]
     assert read.margins[1] == float("inf")
+
+
+def test_the_finding_keeps_to_its_published_schema() -> None:
+    schema = file.FindingFile.model_json_schema(by_alias=True)
+    for texts in (files(finding()), files(finding(), narrowed(finding()), redact_prompt=True)):
+        jsonschema.validate(json.loads(texts["finding.json"]), schema)
+        assert file.load(texts["finding.json"]).schema_ == "specbisect.report/1"
 
 
 def test_a_redacted_report_has_neither_text_nor_ids() -> None:

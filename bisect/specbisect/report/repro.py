@@ -6,7 +6,7 @@ that the finding says should be the same. For a planted fault the program has th
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,33 +50,26 @@ def script(about: Subject) -> Script:
     settings = _settings(about, trace, name, special)
     template = render.script().get_template(f"repro/{name}.py.j2")
     return Script(
-        template.render(_common(about, trace, settings) | special), settings=tuple(settings)
+        template.render(_common(about, trace, settings) | special, modules=_modules(about, name)),
+        settings=tuple(settings),
     )
 
 
 def _program(about: Subject, trace: Trace) -> tuple[str, Constants] | str:
     """Which template shows the finding, with the constants it needs of its own; or why none can, as a clause."""
-    label, kind, place = about.finding.label, about.finding.kind, about.place
+    label, kind = about.finding.label, about.finding.kind
     if label in _WITHOUT:
         return _WITHOUT[label]
-    match label:
-        case "state":
-            return "state", _state(about, trace)
-        case "verification":
-            return "verification", _verification(about, trace)
-        case "nondeterministic":
-            return "repeats", _whole(trace)
-        case "draft-alignment" if kind.startswith("shift"):
-            return "alignment", _alignment(about, trace)
-        case "draft-alignment":
-            return "it is in how the drafter is fed, and a repro feeds recorded drafts"
-        case "kernel-defect" | "baseline":
-            return "kernel", _kernel(about, trace)
-    if place is None:
+    if label == "draft-alignment" and not kind.startswith("shift"):
+        return "it is in how the drafter is fed, and a repro feeds recorded drafts"
+    if label in _PROGRAMS:
+        name, constants = _PROGRAMS[label]
+        return name, constants(about, trace)
+    if about.place is None:
         return "no verify batch gave the token in question"
     if label == "batch-width" and kind == "at-fork":
-        return "fork", _both(about) | _fork(trace, place)
-    return "arms", _both(about) | _arms(about, trace, place)
+        return "fork", _both(about) | _fork(trace, about.place)
+    return "arms", _both(about) | _arms(about, trace, about.place)
 
 
 _WITHOUT = {
@@ -86,8 +79,15 @@ _WITHOUT = {
     "batch-composition": "it needs llama-server: see repro.sh",
     "cross-sequence": "it needs llama-server: see repro.sh",
     "server-only": "libllama alone does not show it: see repro.sh",
-    "binding-only": "libllama alone does not show it",
 }
+
+
+def _modules(about: Subject, program: str) -> list[str]:
+    """What of the standard library a program imports."""
+    used = ["hashlib", "sys"]
+    used += [] if program == "binding" else ["ctypes", "os"]
+    used += ["subprocess"] if program == "repeats" else []
+    return sorted([*used, "json"] if about.redacted else used)
 
 
 def _both(about: Subject) -> Constants:
@@ -104,8 +104,17 @@ def _named(token: tuple[int, str] | None) -> str:
     return "nothing" if token is None else f"{token[0]} {text.comment(text.quoted(token[1]))}"
 
 
-def _whole(trace: Trace) -> Constants:
+def _whole(about: Subject, trace: Trace) -> Constants:
     return {"ids": _ids("IDS", trace.ids), "cycles": _cycles(trace.cycles)}
+
+
+def _binding(about: Subject, trace: Trace) -> Constants:
+    entries = (f"{first_token(trace, c)}: {list(c.batch[1:])}" for c in trace.cycles if c.drafted)
+    return _both(about) | {
+        "n": len(trace.ids),
+        "drafts": "{" + _lines(entries)[1:-1] + "}",
+        "fork": about.finding.verdict.fork,
+    }
 
 
 def _arms(about: Subject, trace: Trace, place: Place) -> Constants:
@@ -203,6 +212,18 @@ def _alignment(about: Subject, trace: Trace) -> Constants:
     }
 
 
+_PROGRAMS: Mapping[str, tuple[str, Callable[[Subject, Trace], Constants]]] = {
+    "state": ("state", _state),
+    "verification": ("verification", _verification),
+    "nondeterministic": ("repeats", _whole),
+    "draft-alignment": ("alignment", _alignment),
+    "kernel-defect": ("kernel", _kernel),
+    "baseline": ("kernel", _kernel),
+    "binding-only": ("binding", _binding),
+}
+"""Template and constants of labels that one program shows, whatever the sub-kind."""
+
+
 def _common(about: Subject, trace: Trace, settings: Mapping[str, str]) -> Constants:
     """What every program has."""
     finding, fault = about.finding, planted.of(about.finding.case.fault)
@@ -265,6 +286,8 @@ def _settings(about: Subject, trace: Trace, program: str, special: Constants) ->
         named["width"] = 0
     if program == "repeats":
         named |= {"width": 0, "repeats": 3, "once": 0}
+    if program == "binding":
+        del named["use_extra_bufts"]  # it has no such setting
     if about.redacted:
         named["prompt"] = "PROMPT.json"
     if planted.of(about.finding.case.fault):

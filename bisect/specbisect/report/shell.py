@@ -3,11 +3,12 @@
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specbisect.cell import Case, DraftModel, NgramSimple, SelfDraft, ServerSpec
+from specbisect.engines.scenario import canary
 from specbisect.engines.server.binary import Binary
 from specbisect.engines.server.client import NEUTRAL
 from specbisect.engines.server.flags import command
@@ -42,7 +43,7 @@ def script(about: Subject) -> Script:
     assert drafter is not None
     draft = drafter.model if isinstance(drafter, DraftModel | ServerSpec) else None
     shas = [about.provenance.get(which, {}).get("sha256", "") for which in ("target", "draft")]
-    body = _request(about, case)
+    how = _HOW.get(about.finding.label, "arms")
     template = render.script().get_template("repro.sh.j2")
     found = template.render(
         label=about.finding.label,
@@ -54,8 +55,12 @@ def script(about: Subject) -> Script:
         draft_sha=shas[1] if draft else "",
         flags=_quoted(_words(about, case, "vanilla")),
         drafter_flags=_quoted(_added(about, case)),
-        before=body.before,
-        after=body.after,
+        how=how,
+        words=_WORDS[how],
+        prompt=shlex.quote(json.dumps(list(about.prompt_ids))),
+        settings=shlex.quote(json.dumps(_settings(case))[1:-1]),
+        history=_history(about),
+        companions=shlex.quote(_companions(about, case)),
         redacted=about.redacted,
         found_in=case.cell.engine,
         verdict=about.finding.verdict,
@@ -132,17 +137,10 @@ def _quoted(words: Sequence[str]) -> str:
     return "\n    ".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The JSON of a request, before and after the prompt's ids."""
-
-    before: str
-    after: str
-
-
-def _request(about: Subject, case: Case) -> _Request:
+def _settings(case: Case) -> dict[str, Any]:
+    """Everything a request says beside its prompt."""
     cell = case.cell
-    body: dict[str, Any] = dict(NEUTRAL) | {
+    return dict(NEUTRAL) | {
         "n_predict": cell.n_predict,
         "seed": cell.seed,
         "ignore_eos": cell.ignore_eos,
@@ -150,5 +148,25 @@ def _request(about: Subject, case: Case) -> _Request:
         "return_tokens": True,
         "stream": False,
     }
-    ids = "" if about.redacted else json.dumps(list(about.prompt_ids))
-    return _Request(f'{{"prompt": {ids}', f", {json.dumps(body)[1:]}")
+
+
+def _history(about: Subject) -> list[str]:
+    """Prompts asked between the two times the case is asked, for a shell; empty for the case's own."""
+    asked = about.datum("history") or []
+    return [shlex.quote(json.dumps(ids)) if ids != list(about.prompt_ids) else "" for ids in asked]
+
+
+def _companions(about: Subject, case: Case) -> str:
+    """Prompts asked together with the case's, as JSON without the brackets."""
+    asked = about.datum("companions") or [
+        canary(i).text for i in range(max(1, case.cell.n_parallel - 1))
+    ]
+    return json.dumps(asked)[1:-1]
+
+
+_HOW = {"prompt-cache": "cache", "batch-composition": "beside", "cross-sequence": "beside"}
+_WORDS = {
+    "arms": "the same request to llama-server without and with its drafter",
+    "cache": "the same request to one llama-server again and again",
+    "beside": "the same request to llama-server alone and beside others",
+}
