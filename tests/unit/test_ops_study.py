@@ -89,12 +89,20 @@ def test_only_what_is_named_changes_its_type(tiny_models: Callable[..., Path], q
             np.testing.assert_array_equal(tensor.data, before[name].data)
 
 
-def test_the_widest_product_is_a_weight_of_a_layer(tiny_models: Callable[..., Path]) -> None:
-    case = case_of(tiny_models("llama", "Q8_0"))
-    key = study.product(case, SPOT)
-    assert key.name.startswith("ffn_out-")
-    opened = study.open_up(case, SPOT, key, ("F32", "Q8_0"))
-    assert {row.type for row in opened.types} == {"F32", "Q8_0"}
+def test_a_table_of_types_is_made_for_any_target(tiny_models: Callable[..., Path]) -> None:
+    for quant in ("Q8_0", "Q6_K"):
+        rows = study.types(case_of(tiny_models("llama", quant)), 12, ["F32", "Q8_0"])
+        assert {row.type for row in rows} == {"F32", "Q8_0"}
+
+
+def test_a_place_after_a_prompt_is_in_the_targets_own_text(
+    tiny_models: Callable[..., Path],
+) -> None:
+    found = study.spot(case_of(tiny_models("llama", "Q8_0")), 16)
+    assert (found.prompt, found.then, len(found.batch)) == (PROMPT, (), 16)
+    assert found.batch[:12] == study.spot(case_of(tiny_models("llama", "Q8_0")), 12).batch
+    ended = study.spot(case_of(tiny_models("llama", "Q8_0", ends_as=found.batch[2])), 8)
+    assert len(ended.batch) == 8
 
 
 def test_outcomes_in_words() -> None:

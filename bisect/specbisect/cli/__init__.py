@@ -26,6 +26,8 @@ COMMANDS = {
         "show",
         "check",
         "diagnose",
+        "widths",
+        "capsule",
         "lock",
         "gate",
         "quantize",

@@ -68,7 +68,7 @@ class AtWidth:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a node trace of one width says where attention works on `cells` cells."""
+    """What a node trace of one width says where attention works on `cells` cells; of its errors, one per layer."""
 
     cells: int
     trace: NodeTrace
@@ -165,7 +165,7 @@ def blocks(positions: range) -> Iterator[int]:
 
 def _line(kernels: Sequence[Kernels]) -> str:
     kernels = sorted(kernels, key=lambda k: k.width)
-    same = _ranges([1, *(k.width for k in kernels if k.invariant)])
+    same = ranges([1, *(k.width for k in kernels if k.invariant)])
     departed = next((k for k in kernels if not k.invariant), None)
     if departed is None:
         return f"bit-identical for widths {same}"
@@ -173,7 +173,7 @@ def _line(kernels: Sequence[Kernels]) -> str:
     return f"bit-identical for widths {same}; departs at {departed.width}: {node}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """``1–3, 5`` for 1, 2, 3, 5."""
     groups: list[list[int]] = []
     for n in numbers:

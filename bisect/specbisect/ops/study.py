@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from specbisect.cell import Case, Cell, Model
+from specbisect.engines.account import prompt_ids
 from specbisect.engines.faults import tamper_of
 from specbisect.engines.models import Models
 from specbisect.errors import EngineFault
@@ -18,10 +19,11 @@ from specbisect.llama import child, files, header, quantize
 from specbisect.llama.context import Settings
 from specbisect.ops.capsule import Capsule, smallest, take
 from specbisect.ops.ggml import Unusable
-from specbisect.ops.invariance import Invariance, retyped, table
+from specbisect.ops.invariance import TYPES, Invariance, retyped, table
 from specbisect.ops.operation import differences
 from specbisect.ops.tensors import Key
 from specbisect.ops.trace import Departure, NodeTrace, Tracer
+from specbisect.ops.widths import Profiler
 from specbisect.trace import Cycle, Trace
 
 SUBSTITUTES = (
@@ -48,6 +50,12 @@ class Spot:
     then: tuple[int, ...]
     batch: tuple[int, ...]
 
+    def widened(self, rows: int) -> "Spot":
+        """The same place with at least `rows` tokens in the batch, filled up with the prompt's."""
+        missing = max(0, rows - len(self.batch))
+        filling = (*self.prompt * -(-missing // len(self.prompt)),)[:missing]
+        return replace(self, batch=(*self.batch, *filling))
+
     @classmethod
     def of(cls, trace: Trace, cycle: Cycle) -> "Spot":
         """Where a speculative arm verified that cycle, on a width-1 history."""
@@ -57,14 +65,10 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A node taken out: its capsule, and a type in which its weight's kernel departs at no width (empty: none here).
-
-    `types` is the table of those types that were asked for.
-    """
+    """A node taken out: its capsule, and a type in which its weight's kernel departs at no width (empty: none here)."""
 
     capsule: Capsule
     substitute: str
-    types: tuple[Invariance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,24 @@ class Confirmation:
         return f"with {self.change}, {where.get(self.outcome, f'the first is still {self.first}')}"
 
 
+def spot(case: Case, width: int) -> Spot:
+    """Right after the prompt of `case`, with `width` tokens of the target's own text, in this process.
+
+    A text that ends before is filled up with the prompt's tokens.
+    """
+    models = Models()
+    try:
+        return _spot(models, case, width)
+    finally:
+        models.close()
+
+
+def _spot(models: Models, case: Case, width: int) -> Spot:
+    profiler = Profiler(models, case)
+    prompt = prompt_ids(case, profiler.model.vocab)
+    return Spot(prompt, (), tuple(profiler.text(prompt, width))).widened(width)
+
+
 def look(case: Case, spot: Spot, widths: Sequence[int]) -> list[NodeTrace]:
     """Node traces at a place, in this process; see `Tracer.traces`."""
     models = Models()
@@ -95,24 +117,30 @@ def look(case: Case, spot: Spot, widths: Sequence[int]) -> list[NodeTrace]:
         models.close()
 
 
-def open_up(case: Case, spot: Spot, node: Key, types: Sequence[str] = ()) -> Opened:
-    """The capsule of a node at a place, in this process; of a product, the table of `types` too."""
+def open_up(case: Case, spot: Spot, node: Key) -> Opened:
+    """The capsule of a node at a place, in this process."""
     models = Models()
     try:
         with _tracer(models, case, spot) as tracer:
             whole = take(tracer, spot.batch, node)
-            rows = tuple(table(whole.operation, types)) if whole.is_product else ()
-            return Opened(smallest(whole), _substitute(whole), rows)
+            return Opened(smallest(whole), _substitute(whole))
     finally:
         models.close()
 
 
-def product(case: Case, spot: Spot) -> Key:
-    """The widest product of a weight with a batch: what a table of types is made for where no node departs."""
+def types(case: Case, width: int, names: Sequence[str] = TYPES) -> list[Invariance]:
+    """The table of types right after the prompt of `case`, in this process.
+
+    It is made for the product that departs first at `width`, or if none does for the widest one of a layer.
+    """
     models = Models()
     try:
-        with _tracer(models, case, spot) as tracer:
-            return tracer.widest_product(spot.batch)
+        at = _spot(models, case, width)
+        with _tracer(models, case, at) as tracer:
+            first = tracer.trace(at.batch).first
+            departs = first is not None and first.node.weight and first.node.key.op == "MUL_MAT"
+            key = first.node.key if first and departs else tracer.widest_product(at.batch)
+            return table(take(tracer, at.batch, key).operation, names)
     finally:
         models.close()
 

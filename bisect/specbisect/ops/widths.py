@@ -6,7 +6,7 @@ are measured once per width, for 1/w of a vanilla pass.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Profiler:
     def measure(self, case: Case) -> None:
         """Add the greedy text that follows the prompt of `case`."""
         prompt = prompt_ids(case, self.model.vocab)
-        text = self._text(prompt)
+        text = self.text(prompt, self.cell.n_predict)
         with self._state() as state:
             state.read(prompt)
             batches: dict[int, Logits] = {}
@@ -82,14 +82,14 @@ class Profiler:
                     self._sums[w].add(single, row, rows[i % w])
             self._keep(state)
 
-    def _text(self, prompt: Sequence[int]) -> list[int]:
-        """What the target says after `prompt`, to its end or `n_predict` tokens."""
+    def text(self, prompt: Sequence[int], n: int) -> list[int]:
+        """What the target says after `prompt`, to its end or `n` tokens."""
         text: list[int] = []
         with self._state() as state:
             row = state.read(prompt)
             ends = state.context.model.vocab.end_tokens
             room = state.context.n_ctx_seq - len(prompt)
-            while len(text) < min(self.cell.n_predict, room):
+            while len(text) < min(n, room):
                 token = best(row)
                 if token in ends and not self.cell.ignore_eos:
                     break
@@ -118,7 +118,8 @@ class Profiler:
             ids = list(prompt) * -(-(start + missing[-1]) // len(prompt))
             with Tracer(self.model, self.settings, ids[:start], tamper=self._tamper) as tracer:
                 for trace in tracer.traces(ids[start:], missing):
-                    self._kernels[cells, trace.width] = Kernels(cells, trace)
+                    layers = replace(trace, errors=tuple(trace.by_layer()))
+                    self._kernels[cells, trace.width] = Kernels(cells, layers)
                 self._keep(tracer.state)
 
     def profile(self) -> Profile:
