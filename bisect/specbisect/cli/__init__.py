@@ -26,6 +26,7 @@ COMMANDS = {
         "show",
         "check",
         "diagnose",
+        "narrow",
         "widths",
         "capsule",
         "lock",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specbisect.errors import EngineFault
+from specbisect.errors import SpecbisectError
 from specbisect.narrow import explain
 from specbisect.narrow.ddmin import Outcome, OutOfBudget, Reason
 from specbisect.narrow.gate import Seen
@@ -27,12 +27,13 @@ text is changed while any fork will do; only then is one fork chosen and everyth
 """
 
 
-class NotReproduced(EngineFault):
-    """The original case does not show what its finding says: there is nothing to search with."""
+class NotReproduced(SpecbisectError):
+    """The original case does not show what its finding says, so there is nothing to search with."""
 
-    def __init__(self, seen: Seen) -> None:
-        said = " ".join(filter(None, (seen.label, seen.kind)))
-        super().__init__("reproduce", f"it shows {said}{': ' if seen.reason else ''}{seen.reason}")
+    def __init__(self, seen: Seen, mend: str = "") -> None:
+        shown = " ".join(filter(None, (seen.label, seen.kind)))
+        said = f"not reproduced: the case now shows {shown}"
+        super().__init__("; ".join(filter(None, (said, seen.reason, mend))))
         self.seen = seen
 
 
