@@ -159,12 +159,11 @@ def accepted_by_position(trace: Trace) -> list[tuple[int, int]]:
 
 def _acceptance(trace: Trace) -> str:
     share = f" ({100 * trace.accepted / trace.drafted:.0f} %)" if trace.drafted else ""
-    line = (
-        f"drafted {trace.drafted}, accepted {trace.accepted}{share} in {len(trace.cycles)} cycles"
-    )
+    line = f"drafted {trace.drafted}, accepted {trace.accepted}{share}"
     places = accepted_by_position(trace)
-    if not places:
+    if not places:  # of an engine that shows totals only, or nothing was drafted
         return line
+    line += f" in {len(trace.cycles)} cycles"
     words = [f"{accepted}/{drafted}" for drafted, accepted in places]
     return f"{line}\naccepted/drafted by place in the draft: {' '.join(words)}"
 
