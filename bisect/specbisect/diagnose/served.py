@@ -167,12 +167,13 @@ class Surroundings(CaseFile):
         beside = [ids_of(companion, prompt, tokenize) for companion in scenario.companions]
         answers, rows = in_one_batch(self.lab, [prompt, *beside])
         _, others = in_one_batch(self.lab, [prompt, *map(_other_content, beside)])
-        same_tokens, same_bits = answers[0] == played.trace.ids, rows == others[: len(rows)]
+        n = min(len(rows), len(others))
+        same_tokens, same_bits = answers[0] == played.trace.ids, rows[:n] == others[:n]
         self.note(
             "composition-replay",
             "the same requests in one batch over the C API; and with other content of the same lengths",
             f"{'the same' if same_tokens else 'other'} tokens as the server; "
-            f"{'the same' if same_bits else 'other'} bits with other content",
+            f"{'the same' if same_bits else 'other'} bits with other content in {n} tokens",
             same_tokens=same_tokens,
             same_bits=same_bits,
         )

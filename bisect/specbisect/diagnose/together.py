@@ -50,7 +50,11 @@ def _ends(lab: Lab, token: int) -> bool:
 
 
 def in_one_batch(lab: Lab, prompts: Sequence[Ids]) -> tuple[list[Ids], tuple[str, ...]]:
-    """What every prompt is answered when all are decoded together; and digests of the rows of the first."""
+    """What every prompt is answered when all are decoded together.
+
+    And digests of the rows of the first, as long as all are at it: after that the shape of the batch depends on what
+    the others say.
+    """
     digests: list[str] = []
     with _context(lab, len(prompts)) as context:
         rows = [
@@ -62,7 +66,7 @@ def in_one_batch(lab: Lab, prompts: Sequence[Ids]) -> tuple[list[Ids], tuple[str
             logits = context.evaluate(rows)
             for s, row in zip(running, logits, strict=True):
                 answers[s].append(best(row))
-                if s == 0:
+                if s == 0 and len(running) == len(prompts):
                     digests.append(digest(row))
             running = [
                 s

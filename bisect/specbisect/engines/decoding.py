@@ -57,11 +57,15 @@ class Recorder:
     ids: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     finish: Finish | None = None
+    ends: frozenset[int] = frozenset()
     banned: npt.NDArray[np.intp] | None = None
 
     def __post_init__(self) -> None:
+        tokens = self.place.vocab.end_tokens
         if self.ignore_eos:  # llama.cpp's meaning: end-of-generation tokens cannot be chosen
-            self.banned = np.asarray(self.place.vocab.end_tokens, dtype=np.intp)
+            self.banned = np.asarray(tokens, dtype=np.intp)
+        else:
+            self.ends = frozenset(tokens)
 
     def show(self, logits: Logits) -> Logits:
         """Pass rows on, shown to whoever observes."""
@@ -77,14 +81,14 @@ class Recorder:
         """One more token, and what its own row says. Call only while `finish` is None."""
         self.ids.append(token)
         self.choices.append(choice)
-        if token in self.place.vocab.end_tokens and not self.ignore_eos:
+        if token in self.ends:
             self.finish = "eog"
         elif len(self.ids) >= self.n_predict:
             self.finish = "length"
 
     def fits(self, position: int) -> bool:
-        """Whether the context has room for a token at `position`; if not, the arm is over."""
-        if position >= self.place.n_ctx_seq:
+        """Whether the context has room for a token at `position` and, as llama-server wants, for one more."""
+        if position + 1 >= self.place.n_ctx_seq:
             self.finish = "context"
         return self.finish is None
 
@@ -196,9 +200,14 @@ class Speculative:
         return self.context.evaluate(rows_of(batch, base))
 
     def accept(self, batch: Sequence[int], rows: Rows) -> list[int]:
-        """The tokens to commit: the longest drafted prefix the target would have chosen, and its own next token."""
+        """The tokens to commit: the longest drafted prefix the target would have chosen, and its own next token.
+
+        As in llama-server, nothing is accepted after an end-of-generation token inside the draft.
+        """
         tokens = [rows[0].token]
         while len(tokens) < len(batch) and tokens[-1] == batch[len(tokens)]:
+            if tokens[-1] in self.recorder.ends and len(tokens) < len(batch) - 1:
+                break
             tokens.append(rows[len(tokens)].token)
         return tokens
 
