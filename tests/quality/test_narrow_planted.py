@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specbisect.cell import AXES, Case, Cell, DraftModel, Model, Prompt, Scripted
+from specbisect.cell import Case, Cell, DraftModel, Model, Prompt, Scripted
 from specbisect.narrow.candidate import Candidate, Drafts, Weights, own_tokens
 from specbisect.narrow.ddmin import Reason
 from specbisect.narrow.gate import Budget, Gate, Memory, Seen, Wanted
@@ -91,12 +91,11 @@ class Planted:
         return Seen("none" if case.cell.width > 1 else "not-engaged")
 
     def batches(self, candidate: Candidate) -> Iterator[Batch]:
-        case, cell = candidate.case, candidate.cell
-        script = candidate.drafts
-        if candidate.layer == "widths" or (candidate.layer == "drafter" and not self.recorded):
-            script = own_tokens((7,) * cell.n_predict, cell.width)
-        elif candidate.layer == "drafter":
+        case, cell, script = candidate.case, candidate.cell, candidate.drafts
+        if candidate.layer in ("drafter", "binding", "server") and self.recorded:
             script = self.recorded
+        elif candidate.layer not in ("drafts", "batch"):
+            script = own_tokens((7,) * cell.n_predict, cell.width)
         for start, ids in script:
             if cut := ids[: max(0, cell.n_predict - start - 1)]:
                 yield Batch(case, start, cut)
@@ -238,7 +237,7 @@ RULES = {
         together=(("flash_attn", "type_v"),),
     ),
     "two tokens in their order": Known(
-        lambda b: (NEEDLE, SECOND) == tuple(t for t in b.prompt if t in (NEEDLE, SECOND)),
+        lambda b: tuple(t for t in b.prompt if t in (NEEDLE, SECOND)) == (NEEDLE, SECOND),
         {"prompt": (NEEDLE, SECOND)},
         tokens=(NEEDLE, SECOND),
     ),
@@ -282,3 +281,175 @@ def test_the_minimum_is_the_planted_rule(name: str, seed: int) -> None:
     assert ending.reason is Reason.COMPLETE
     assert search.interactions == known.together
     assert len(planted.asked) == len(set(planted.asked)) == search.gate.trials
+
+
+RECORDED: Drafts = tuple((at, (7, POISON if at in (9, 21) else 8, 6)) for at in range(1, 50, 4))
+
+
+def poisoned(batch: Batch) -> bool:
+    """A wrong state, as it shows in a batch that follows one with a poisonous draft."""
+    drafter = batch.cell.drafter
+    script = drafter.drafts if isinstance(drafter, Scripted) else RECORDED
+    return any(POISON in ids for start, ids in script if start < batch.start)
+
+
+def in_a_batch_with(token: int) -> Rule:
+    return lambda batch: token in batch.ids
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_drafts_are_left_where_the_second_shows_what_the_first_did(seed: int) -> None:
+    planted = Planted(poisoned, "state", "", recorded=RECORDED, speculates=True)
+    search, ending = narrow(original(seed), planted)
+
+    assert ending.proved
+    assert search.best.layer == "drafts"
+    (first, wrong), (second, shows) = search.best.drafts
+    assert first < second
+    assert (wrong[-1], wrong.count(0), len(shows)) == (POISON, len(wrong) - 1, 1)
+    assert search.best.changed() == ()
+    assert len(search.best.prompt) == 1
+    assert search.best.cell.n_predict == second + 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rejected_token_that_matters_stays(seed: int) -> None:
+    rule = in_a_batch_with(POISON)
+    planted = Planted(rule, "state", "", recorded=RECORDED, speculates=True)
+    search, ending = narrow(original(seed), planted)
+
+    assert search.best.drafts == ((1, (0, POISON)),)
+    assert ending.proved
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wrong_state_never_ends_as_batch_width(seed: int) -> None:
+    """Every batch departs by its width alone; what is looked for is the state that one token leaves behind."""
+    planted = Planted(
+        poisoned, "state", "", otherwise="batch-width", recorded=RECORDED, speculates=True
+    )
+    case = original(seed)
+    case = replace(case, cell=replace(case.cell, n_predict=80))
+
+    def state_first(candidate: Candidate) -> Seen:
+        """As the real trial: a fork that its width explains does not end the search for a wrong state."""
+        later = [b for b in planted.batches(candidate) if poisoned(b)]
+        if later and candidate.layer != "widths":
+            return planted.seen(later[0], "state", "")
+        return planted(candidate)
+
+    gate = Gate(Candidate(case), Wanted("state"), state_first)
+    search = Search(gate, RECORDED)
+    ending = smallest(search)
+
+    assert ending.proved
+    assert (gate.shown.label, gate.shown.kind) == ("state", "")
+    assert any(POISON in ids for _, ids in search.best.drafts)
+    assert all(w.shows in ("state", "batch-width", "none") for w in ending.widths)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_only_the_server_shows_stays_with_the_server(seed: int) -> None:
+    case = original(seed, kv_unified=False, use_extra_bufts=True)
+    case = replace(case, cell=replace(case.cell, engine="server", cache_prompt=True))
+    planted = Planted(
+        lambda b: b.cell.engine == "server" and b.cell.cache_prompt, "server-only", ""
+    )
+    search, ending = narrow(case, planted)
+
+    assert search.best.cell.engine == "server"
+    assert search.best.changed() == ("cache_prompt",)
+    assert ending.proved
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_the_server_shows_too_goes_down_to_one_batch(seed: int) -> None:
+    case = original(seed)
+    case = replace(case, cell=replace(case.cell, engine="server", cache_prompt=True))
+    search, _ = narrow(case, Planted(lambda b: True))
+    assert minimum(search) == {}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_crash_is_neither_shown_nor_gone(seed: int) -> None:
+    """Below 4 rows the process aborts: smaller widths are not results, and not proofs."""
+    planted = Planted(lambda b: b.width >= 4, crashes=lambda b: b.width < 4)
+    search, ending = narrow(original(seed), planted)
+
+    assert search.best.cell.width == 4
+    assert [w.shows for w in ending.widths[:3]] == ["failed", "failed", "batch-width"]
+    assert next(n for n in ending.neighbours if n.axis == "n_max").neighbour is None
+
+
+def test_the_cause_is_the_tensors_that_take_it_away() -> None:
+    """Any Q4_K tensor is enough; only all of them together are the cause."""
+    search, _ = narrow(original(0), Planted(lambda b: bool(b.unsafe)))
+    tensors = search.tensors
+    assert tensors is not None
+    assert tensors.causal
+    assert tensors.names == TENSORS
+    assert len(tensors.enough) == 1
+    assert search.best.weights.kept == tensors.enough
+
+
+def test_nothing_starts_with_a_case_that_does_not_show_it() -> None:
+    planted = Planted(lambda b: False)
+    with pytest.raises(NotReproduced, match="the case now shows none"):
+        narrow(original(0), planted)
+    assert len(planted.asked) == 1
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("budget", [1, 3, 10, 25])
+def test_out_of_budget_the_best_so_far_still_shows_it(name: str, budget: int) -> None:
+    known = RULES[name]
+    planted = Planted(known.rule)
+    case = original(1, tokens=known.tokens, **known.axes)
+    search, ending = narrow(case, planted, budget=Budget(trials=budget))
+
+    assert len(planted.asked) == budget
+    assert ending.reason is Reason.BUDGET
+    assert not ending.proved or minimum(search) == known.minimum
+    assert planted(search.best).label == planted.label
+    assert search.best.complexity <= Candidate(case).complexity
+
+
+@pytest.mark.parametrize("stop", range(0, 40, 3))
+def test_interrupted_at_any_trial_it_returns_the_best_and_goes_on_where_it_was(stop: int) -> None:
+    known = RULES["n_ubatch below the width and two sequences"]
+    case = original(2, **known.axes)
+    planted = Planted(known.rule)
+    journal = Kept()
+
+    def interrupted(candidate: Candidate) -> Seen:
+        if len(planted.asked) == stop:
+            raise KeyboardInterrupt
+        return planted(candidate)
+
+    gate = Gate(Candidate(case), Wanted("batch-width", "at-fork"), interrupted, journal)
+    ending = smallest(Search(gate, ladder=Files()))
+    assert ending.reason is Reason.INTERRUPTED
+    assert not ending.proved or stop > 30
+    assert known.rule(next(planted.batches(gate.best)))
+
+    before = list(planted.asked)
+    search, ending = narrow(case, planted, journal=journal)
+    assert ending.proved
+    assert minimum(search) == known.minimum
+    assert len(planted.asked) == len(set(planted.asked))  # nothing that had ended ran again
+    assert planted.asked[: len(before)] == before
+    assert search.gate.trials == len(planted.asked)
+
+
+class Kept(Memory):
+    """A journal that outlives its search."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Seen] = {}
+
+    def ended(self) -> dict[str, Seen]:
+        return dict(self.results)
+
+    def end(self, key: str, seen: Seen | None) -> None:
+        if seen is not None:
+            self.results[key] = seen

@@ -17,16 +17,14 @@ from specbisect.narrow.result import Narrowed
 from specbisect.narrow.running import Trials
 from specbisect.narrow.search import Search
 from specbisect.narrow.smallest import Ending, smallest
-from specbisect.narrow.trial import CHEAP, LAYERS, Look, line_ends
+from specbisect.narrow.trial import Look, line_ends
 from specbisect.narrow.weights import FromBase
 from specbisect.runner import Submit
 from specbisect.store import Store
 from specbisect.trace import Failure, Trace
 
-EXAMINED: frozenset[Label] = frozenset(
-    {"nondeterministic", "not-engaged", "kernel-defect", "baseline", "draft-alignment"}
-)
-"""Labels for which every trial is a full examination. Those in no list say something of a server's slots or cache."""
+NOTHING: frozenset[Label] = frozenset({"none", "unexplained"})
+"""Labels that say of no difference what it is."""
 
 Show = Callable[[Gate], None]
 
@@ -139,9 +137,9 @@ def narrow(
 
 def _speculative(finding: Finding) -> Trace:
     """The speculative arm of a finding that can be narrowed."""
-    if finding.label not in CHEAP | LAYERS | EXAMINED or isinstance(finding.speculative, Failure):
+    if finding.label in NOTHING or isinstance(finding.speculative, Failure):
         raise BadInput(
-            f"case {finding.case.key[:8]} is {finding.label}: there is no smaller case to look for; choose another"
+            f"case {finding.case.key[:8]} is {finding.label}: a smaller case would have nothing to show; choose another"
         )
     return finding.speculative
 

@@ -10,19 +10,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from specbisect.cell import AXES, CASE, Case, Scripted
-from specbisect.compare import compare
+from specbisect.cell import CASE, Case, Scripted
 from specbisect.diagnose.conclusion import Options
-from specbisect.diagnose.envelope import measure
-from specbisect.diagnose.examine import examine
-from specbisect.diagnose.finding import Evidence, Finding, Label
+from specbisect.diagnose.finding import Finding, Label
 from specbisect.diagnose.replay import cycle_of, first_token, replay
+from specbisect.diagnose.run import examine_case, measure_envelope
 from specbisect.engines import engine, run_arm
 from specbisect.engines.decoding import Recorder, Speculative
 from specbisect.engines.drafters import LookupProposer, Proposer
 from specbisect.engines.faults import tamper_of
 from specbisect.engines.libllama import LibLlama, speculative_arm
-from specbisect.errors import EngineFault
 from specbisect.llama.context import Context, Settings
 from specbisect.llama.vocab import open_vocab
 from specbisect.narrow.candidate import compares_widths, own_tokens
@@ -32,7 +29,6 @@ from specbisect.trace import Counters, Cycle, Trace
 
 CHEAP: frozenset[Label] = frozenset({"batch-width", "state", "verification"})
 """Labels that `look` proves without a full examination."""
-LAYERS: frozenset[Label] = frozenset({"server-only", "binding-only"})
 _ENDS = frozenset({b".", b"!", b"?", b"\n"})
 
 
@@ -49,16 +45,10 @@ class Look:
     weighed: bool = False
     reference: str | None = None
 
-    def options(self) -> Options:
-        """Those of a full examination."""
-        return Options(audit=self.kind == "self-control", reference=self.reference)
-
 
 def look(case: Case, how: Look) -> Seen:
     """What `case` shows. Raises as engines do."""
-    if case.cell.engine != "libllama":
-        return _above(case, how)
-    if how.label in CHEAP | LAYERS:
+    if how.label in CHEAP and case.cell.engine == "libllama":
         return _brief(case, whole=how.label == "state", silent=how.kind == "silent")
     return _examined(case, how if how.weighed else replace(how, reference=""))
 
@@ -67,31 +57,7 @@ def examined(text: str, how: Look) -> Finding:
     """The finding on the case in `text` (JSON), after a full examination."""
     case = CASE.validate_json(text)
     vanilla, speculative = run_arm(case.vanilla), run_arm(case)
-    if case.cell.engine == "libllama":
-        options = _weighed(case, vanilla, how)
-        return examine(_libllama(), case, vanilla, speculative, options)
-    seen = look(case, how)
-    match seen.label:
-        case "failed" | "unresolved":
-            raise EngineFault("examine", seen.reason)
-        case label:
-            pass
-    below = Evidence(
-        experiment="layers",
-        run="the same case in libllama",
-        outcome="no difference" if label in LAYERS else f"{label} there too",
-    )
-    return Finding(
-        case=case,
-        verdict=compare(vanilla, speculative),
-        label=label,
-        kind=seen.kind,
-        summary=f"{case.cell.engine} shows it; libllama: {below.outcome}",
-        evidence=(below,),
-        vanilla=vanilla,
-        speculative=speculative,
-        counters=seen.counters,
-    )
+    return examine_case(case, vanilla, speculative, _options(case, vanilla, how))
 
 
 def line_ends(path: str, ids: Sequence[int]) -> frozenset[int]:
@@ -111,34 +77,15 @@ def _libllama() -> LibLlama:
     return found
 
 
-def _above(case: Case, how: Look) -> Seen:
-    """A case of the server or the binding: if it differs, what libllama shows of it, and if that is nothing, that."""
-    name = case.cell.engine
-    vanilla, speculative = run_arm(case.vanilla), run_arm(case)
-    verdict, cost = compare(vanilla, speculative), vanilla.counters + speculative.counters
-    if verdict.outcome == "invalid":
-        return Seen("unresolved", reason=verdict.reason, counters=cost)
-    if verdict.fork is None:
-        return Seen("none", counters=cost)
-    below = {n: a.default for n, a in AXES.items() if "libllama" not in a.engines}
-    plain = replace(case, cell=replace(case.cell, engine="libllama", **below))
-    inner = look(plain, how)
-    if inner.label == "none":
-        label: Label = "server-only" if name == "server" else "binding-only"
-        inner = Seen(label, fork=verdict.fork, needed=verdict.fork + 1, counters=inner.counters)
-    return replace(inner, counters=inner.counters + cost)
-
-
 def _examined(case: Case, how: Look) -> Seen:
-    libllama = _libllama()
     _tapes().close()  # its context would be in the way of the models of drafters
-    vanilla = libllama.run(case.vanilla)
+    vanilla = run_arm(case.vanilla)
     if compares_widths(case.cell.drafter):
         drafter = Scripted(own_tokens(vanilla.ids, case.cell.width))
         case = replace(case, cell=replace(case.cell, drafter=drafter))
-    speculative = libllama.run(case)
-    options = _weighed(case, vanilla, how)
-    found = examine(libllama, case, vanilla, speculative, options)
+    speculative = run_arm(case)
+    options = _options(case, vanilla, how)
+    found = examine_case(case, vanilla, speculative, options)
     cost = vanilla.counters + speculative.counters + found.counters
     if options.envelope:
         cost += options.envelope.counters
@@ -149,13 +96,13 @@ def _examined(case: Case, how: Look) -> Seen:
     return replace(seen, counters=cost)
 
 
-def _weighed(case: Case, vanilla: Trace, how: Look) -> Options:
-    """The options of a full examination, with the envelope where the label rests on it."""
-    options = how.options()
+def _options(case: Case, vanilla: Trace, how: Look) -> Options:
+    """Those of a full examination, with the envelope where the label rests on it."""
+    options = Options(audit=how.kind == "self-control", reference=how.reference)
     widths = [w for w in {2, 4, case.cell.width} if w <= len(vanilla.ids)]
     if not how.weighed or not widths or len(vanilla.ids) < 3:
         return options
-    return replace(options, envelope=measure(_libllama(), case.vanilla, vanilla, widths))
+    return replace(options, envelope=measure_envelope(case.vanilla, vanilla, tuple(widths)))
 
 
 class _Vanillas(LookupProposer):
