@@ -140,11 +140,11 @@ def test_a_run_says_what_it_found_and_goes_on_where_it_was(place: Path, run: Run
 
 def test_the_same_run_again_and_with_two_jobs_gives_the_same_traces(place: Path, run: Run) -> None:
     for options in ("-o one", "-o again", "-o two --jobs 2"):
-        run(f"run matrix.toml --quant Q4_K_M,Q6_K --set n_ubatch=512,2 {options}")
+        run(f"run matrix.toml --quant Q4_K_M --set n_ubatch=512,2 {options}")
     with Store.open(Path("one"), readonly=True) as store:
         rows = list(store.rows())
         traces = [(store.arm(store.case(row.id).vanilla.key), store.arm(row.id)) for row in rows]
-    assert len(rows) == 8
+    assert len(rows) == 4
     for other in ("again", "two"):
         with Store.open(Path(other), readonly=True) as store:
             assert list(store.rows()) == rows
@@ -294,15 +294,6 @@ def test_the_environment_names_nobody(
     assert str(home) not in out
     assert "secret" not in out
     assert "LLAMA_ARG_MODEL=~/model.gguf" in out
-
-
-def test_the_demo_says_what_its_result_means(place: Path, run: Run) -> None:
-    code, out, err = run("demo --base base.gguf -o demo")
-    assert code == 0
-    assert "50 cases: " in out
-    assert "What this means" in err
-    assert "specbisect show demo --cases" in err
-    assert run("demo --base base.gguf -o demo")[:2] == (code, out)
 
 
 def test_the_demo_without_its_model_says_where_it_comes_from(
