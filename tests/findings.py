@@ -109,9 +109,9 @@ def narrowed(found: Finding) -> Narrowed:
     """A finding narrowed to a shorter answer, with everything a search can say of it."""
     small = replace(found.case, cell=replace(found.case.cell, n_predict=5))
     return Narrowed(
-        original=replace(found.case, cell=replace(found.case.cell, n_ubatch=8)),
+        original=found.case,
         minimal=found.model_copy(update={"case": small}),
-        steps=(Step(stage="axes", part="n_ubatch", before="8", after="512", trials=3),),
+        steps=(Step(stage="length", part="n_predict", before="8", after="5", trials=3),),
         irrelevant=(Irrelevant(axis="flash_attn", original="on", now="auto", tried=("on", "off")),),
         neighbours=(
             Neighbour(axis="n_max", value=3, neighbour=2, shows="none"),

@@ -208,7 +208,7 @@ def test_the_latest_finding_counts_and_what_it_was_narrowed_to(store: Store) -> 
     again = finding("verification", case=case)
     with store.transaction():
         store.save_finding(row.id, again.model_dump_json(by_alias=True))
-        store.save_finding(row.id, narrowed(again).model_dump_json(by_alias=True))
+    store.keep(f"narrowed:{row.id}", narrowed(again).model_dump_json(by_alias=True))
     latest, narrow = stored.latest(store, row.id)
     assert latest.label == "verification"
     assert narrow is not None

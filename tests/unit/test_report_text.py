@@ -108,3 +108,10 @@ def test_what_is_left_out_in_the_middle_is_counted() -> None:
     assert shown.startswith("a" * 10)
     assert shown.endswith("b" * 10)
     assert text.shortened("short", 20) == ("short", 0)
+
+
+def test_tensors_of_several_layers_are_one_name() -> None:
+    names = [f"blk.{n}.ffn_up.weight" for n in (0, 1, 2, 7)]
+    assert text.ranges([*names, "blk.3.attn_k.weight", "output.weight"]) == (
+        "blk.{0-2,7}.ffn_up.weight, blk.3.attn_k.weight, output.weight"
+    )

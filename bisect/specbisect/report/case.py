@@ -35,7 +35,7 @@ def files(
     python, curl = repro.script(minimal), shell.script(original)
     digest = subject.ids_digest(original.prompt_ids)
     found = {
-        "issue.md": issue.issue(minimal, python, curl, bisect=bool(python.text or curl.text)),
+        "issue.md": issue.issue(minimal, original, python, curl),
         "repro.py": python.text,
         "repro.sh": curl.text,
         "git-bisect.md": _bisect(minimal, original, python, curl),

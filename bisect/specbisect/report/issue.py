@@ -1,13 +1,13 @@
 """``issue.md``: a finding under the headings of llama.cpp's form "Bug (model use)", as facts, commands and tables."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specbisect.cell import AXES, Drafter, Model, drafter_label
-from specbisect.narrow.result import Narrowed, Neighbour, Tensors
-from specbisect.report import acceptance, hardware, render, text
+from specbisect.cell import AXES, Drafter
+from specbisect.report import acceptance, hardware, narrowing, render, text
 from specbisect.report.repro import Script, model_file
 from specbisect.report.subject import Subject, ids_digest, place_of, token
 from specbisect.report.text import Markdown, code
@@ -23,8 +23,11 @@ DATA_CHARACTERS = 12_000
 Rows = list[tuple[object, ...]]
 
 
-def issue(about: Subject, python: Script, shell: Script, bisect: bool) -> str:
-    """The text of the issue; `bisect` says whether a recipe for ``git bisect`` lies beside it."""
+def issue(about: Subject, original: Subject, python: Script, shell: Script) -> str:
+    """The text of the issue on `about`, which is `original` or its minimal case.
+
+    `python` shows the former, `shell` the latter; where there is one of them, a recipe for ``git bisect`` lies beside.
+    """
     finding, target = about.finding, about.provenance.get("target", {})
     template = render.markdown().get_template("issue.md.j2")
     return template.render(
@@ -34,23 +37,23 @@ def issue(about: Subject, python: Script, shell: Script, bisect: bool) -> str:
         upstream=_upstream(about),
         hardware=hardware.of(about),
         models=list(_models(about)),
-        result=list(_result(about)),
+        result=[*_result(about), *_envelope(about, original)],
         around=_around(about),
         experiments=[(e.experiment, e.run, e.outcome) for e in finding.evidence],
         data=_data(about),
         acceptance=_acceptance(about),
         arms=_arms(about),
-        narrowed=_narrowed(about, python),
+        narrowed=narrowing.tables(about, original, python),
         settings=_settings(about),
         drafter_settings=_drafter_settings(finding.case.cell.drafter),
         prompt=_prompt(about),
         quantised=_quantised(about),
-        command=model_file(finding.case.cell.target),
-        draft=_draft_file(finding.case.cell.drafter),
+        model=model_file(finding.case.cell.target),
+        models_of_shell=_files(original),
         target=target,
         python=python,
         shell=shell,
-        bisect=bisect,
+        bisect=bool(python.text or shell.text),
         logs=_logs(about),
     )
 
@@ -115,10 +118,8 @@ def _result(about: Subject) -> Iterator[tuple[object, object]]:
         yield "vanilla arm there", _token(token(about.vanilla, verdict.fork))
         yield "speculative arm there", _token(token(about.speculative, verdict.fork))
     if verdict.margin is not None:
-        yield "margin (best − second best logit, vanilla)", _number(verdict.margin)
+        yield "margin (best − second best logit, vanilla)", text.number(verdict.margin)
         yield "its percentile among the arm's margins", _percentile(about)
-    if envelope := _envelope(about):
-        yield envelope
     if place := about.place:
         cycle, where = place.cycle, f"cycle {place.number}, row {place.row} of {place.cycle.width}"
         yield (
@@ -137,14 +138,16 @@ def _percentile(about: Subject) -> str:
     return "not known" if known is None else f"{known:.1f} (of {len(margins)} margins)"
 
 
-def _envelope(about: Subject) -> tuple[str, str] | None:
-    """The measured change of the two best logits' difference, where the diagnosis has it."""
-    found = about.evidence("envelope")
-    quantiles = [(n, found.data.get(n)) for n in ("median", "p95", "largest")] if found else []
-    shown = [f"{name} {_number(value)}" for name, value in quantiles if value is not None]
-    if found is None or not shown:
-        return None
-    return f"envelope at width {found.data.get('width', about.width)}", ", ".join(shown)
+def _envelope(about: Subject, original: Subject) -> Rows:
+    """The measured change of the two best logits' difference, of the original case where only that was measured."""
+    for subject, words in ((about, ""), (original, " (original case)")):
+        found = subject.evidence("envelope")
+        quantiles = [(n, found.data.get(n)) for n in ("median", "p95", "largest")] if found else []
+        shown = [f"{name} {text.number(value)}" for name, value in quantiles if value is not None]
+        if found is not None and shown:
+            width = found.data.get("width", subject.width)
+            return [(f"envelope at width {width}{words}", ", ".join(shown))]
+    return []
 
 
 def _around(about: Subject) -> Rows:
@@ -163,7 +166,7 @@ def _around(about: Subject) -> Rows:
             (
                 Markdown(f"**{index}**") if index == fork else index,
                 *(arms[0] or ("", "")),
-                _number(margins[index]) if index < len(margins) else "",
+                text.number(margins[index]) if index < len(margins) else "",
                 *(arms[1] or ("", "")),
                 "" if place is None else f"{place.number} / {place.row}",
             )
@@ -209,79 +212,6 @@ def _acceptance(about: Subject) -> Rows:
     ]
 
 
-def _narrowed(about: Subject, python: Script) -> dict[str, Any]:
-    """The tables about the minimal case; nothing when there is none."""
-    found = about.narrowed
-    if found is None:
-        return {}
-    return {
-        "trials": found.trials,
-        "proved": found.proved_minimal,
-        "reason": found.reason,
-        "minimal": _minimal(about, found),
-        "widths": [(w.width, w.shows) for w in found.widths],
-        "neighbours": _neighbours(about, found, python),
-        "interactions": "; ".join(" + ".join(axes) for axes in found.interactions),
-        "irrelevant": [
-            (i.axis, i.original, i.now, ", ".join(map(str, i.tried))) for i in found.irrelevant
-        ],
-        "tensors": [_tensors(found.tensors)] if found.tensors else [],
-    }
-
-
-def _tensors(found: Tensors) -> tuple[object, ...]:
-    enough = ", ".join(found.enough) or "all of them"
-    return ", ".join(found.names), found.unsafe, found.safe, found.without, found.alone, enough
-
-
-def _minimal(about: Subject, found: Narrowed) -> Rows:
-    """Axis by axis, where the minimal case is not the original one."""
-    old, new = found.original, about.finding.case
-    rows: Rows = [
-        ("target", _model(old.cell.target), _model(new.cell.target)),
-        ("drafter", _drafter(old.cell.drafter), _drafter(new.cell.drafter)),
-    ]
-    rows += [(a, getattr(old.cell, a), getattr(new.cell, a)) for a in AXES]
-    rows.append(("prompt", "as given", f"{len(about.prompt_ids)} tokens"))
-    return [row for row in rows if row[1] != row[2]]
-
-
-def _model(model: Model) -> str:
-    return f"{model.name} {model.quant}"
-
-
-def _drafter(drafter: Drafter | None) -> str:
-    return f"{drafter_label(drafter)}, n_max {drafter.n_max}" if drafter else "none"
-
-
-def _neighbours(about: Subject, narrowed: Narrowed, python: Script) -> Rows:
-    file = model_file(about.finding.case.cell.target)
-    found: Rows = []
-    for n in narrowed.neighbours:
-        argument = _argument(n)
-        runs = argument.partition("=")[0] in python.settings
-        found.append(
-            (
-                n.axis,
-                n.value,
-                "none found" if n.neighbour is None else n.neighbour,
-                n.shows or "",
-                code(f"python repro.py {file} {argument}") if runs else Markdown(""),
-            )
-        )
-    return found
-
-
-def _argument(found: Neighbour) -> str:
-    """A neighbour as an argument of repro.py, which can make batches narrower but not wider; empty without one."""
-    value = found.neighbour
-    if value is None or (found.axis == "n_max" and value > found.value):
-        return ""
-    if found.axis == "n_max":
-        return f"width={value + 1}"
-    return f"{found.axis}={int(value) if isinstance(value, bool) else value}"
-
-
 def _settings(about: Subject) -> Rows:
     """Every axis as asked and as resolved."""
     cell = about.finding.case.cell
@@ -324,7 +254,7 @@ def _quantised(about: Subject) -> str:
     target = about.finding.case.cell.target
     tensors = about.narrowed.tensors if about.narrowed else None
     overrides = tensors.overrides if tensors else ()
-    options = "".join(f' --tensor-type "{name}={kind}"' for name, kind in overrides)
+    options = "".join(f" --tensor-type {shlex.quote(f'{n}={t}')}" for n, t in overrides)
     kind, _, rest = target.identity.partition(":")
     base = rest.split(":")[0] if kind == "quantize" else tensors.base_sha256 if tensors else ""
     if not base:
@@ -333,9 +263,11 @@ def _quantised(about: Subject) -> str:
     return f"{made}  # BASE.gguf: sha256 {base}"
 
 
-def _draft_file(drafter: Drafter | None) -> str:
-    model = getattr(drafter, "model", None)
-    return model_file(model) if model else ""
+def _files(about: Subject) -> str:
+    """What a command line calls the models of a case."""
+    cell = about.finding.case.cell
+    draft = getattr(cell.drafter, "model", None)
+    return " ".join(model_file(m) for m in (cell.target, draft) if m)
 
 
 def _data(about: Subject) -> str:
@@ -374,7 +306,3 @@ def _logs(about: Subject) -> str:
 
 def _command(trace: Trace) -> str:
     return str(trace.provenance.get("server", {}).get("command", ""))
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)

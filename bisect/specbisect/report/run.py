@@ -192,7 +192,7 @@ def read(store: Store, scrubber: Scrubber | None = None) -> Run:
     for row in rows:
         if stored := store.findings(row.id):
             findings[row.id] = stored[-1]
-        target = f"{row.target} {row.quant}" if several else row.quant
+        target = f"{row.target} {row.quant}" if several and row.target != row.quant else row.quant
         entry = Entry(row, _verdict(row, findings.get(row.id, "")), target)
         entries.append(entry)
         drafter = row.drafter, row.n_max

@@ -101,8 +101,12 @@ class Subject:
 
     @property
     def width(self) -> int:
-        """Rows in the fork's batch; without one, the most a batch can have."""
-        return self.place.cycle.width if self.place else self.finding.case.cell.width
+        """Rows in the fork's batch; where that is one, in the widest before it; without a fork, in the widest."""
+        trace = self.speculative
+        if self.place is not None and self.place.cycle.width > 1:
+            return self.place.cycle.width
+        cycles = trace.cycles[: self.place.number if self.place else None] if trace else ()
+        return max((c.width for c in cycles), default=self.finding.case.cell.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 _RUNS = re.compile("`+")
 _ACTIVE = re.compile(r"[\\`*\[\]{}<>|~$&]|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+_LAYER = re.compile(r"(.*?\bblk\.)(\d+)(\..*)")
 _CALLS = re.compile(r"@(?=\w)|#(?=\d)")  # GitHub would notify a user, or link to an issue
 _ENTITIES = re.compile(r"[^0-9A-Za-z \u0080-\U0010ffff]")
 
@@ -97,6 +98,34 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: str = 
     cells = [[escape(value) for value in row] for row in rows]
     lines: list[Sequence[str]] = [[escape(name) for name in head], marks, *cells]
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+def number(value: object) -> str:
+    """A number with four digits; anything else as it is."""
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def ranges(names: Iterable[str]) -> str:
+    """Names of tensors, those of several layers as one: ``blk.{0-3,7}.ffn_up.weight``."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        found = _LAYER.fullmatch(name)
+        before, number, after = found.groups() if found else (name, None, "")
+        layers.setdefault(f"{before}\0{after}", []).extend([int(number)] if number else [])
+    return ", ".join(
+        name.replace("\0", f"{{{_runs(sorted(n))}}}" if len(n) > 1 else "".join(map(str, n)))
+        for name, n in layers.items()
+    )
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
 
 
 def comment(text: str) -> str:
