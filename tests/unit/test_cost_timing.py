@@ -120,9 +120,21 @@ def test_widths_are_timed_and_their_bits_compared(cells: list[Cell]) -> None:
     costs = timing.width_costs(Case(cells[0], PROMPT), widest=9, rounds=2)
     assert [cost.width for cost in costs] == list(range(1, 10))
     assert all(cost.seconds > 0 for cost in costs)
-    changes = [cost.width for cost, _, changed in timing.steps(costs) if changed]
+    changes = [s.cost.width for s in timing.steps(costs) if s.changed]
     bits = [cost.digest for cost in costs]
     assert changes == [w for w in range(2, 10) if bits[w - 1] != bits[w - 2]]
+
+
+def test_steps_stand_out_from_what_rows_usually_add() -> None:
+    seconds = [1.0, 1.1, 1.2, 2.0, 2.1, 2.2, 2.0]
+    costs = [
+        timing.WidthCost(i + 1, value, "a" if i < 3 else "b") for i, value in enumerate(seconds)
+    ]
+    found = list(timing.steps(costs))
+    assert [s.cost.width for s in found if s.step] == [4]
+    assert [s.cost.width for s in found if s.changed] == [4]
+    assert [s.added for s in found] == pytest.approx([0.1, 0.1, 0.8, 0.1, 0.1, -0.2])
+    assert list(timing.steps(costs[:1])) == []
 
 
 def test_footprint(cells: list[Cell]) -> None:

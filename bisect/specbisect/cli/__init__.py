@@ -31,6 +31,7 @@ COMMANDS = {
         "capsule",
         "lock",
         "gate",
+        "cost",
         "quantize",
         "env",
     )

@@ -31,6 +31,7 @@ from specbisect.trace import Cycle, Failure, Trace
 
 WARM_UP = 8
 """Tokens of an uncounted run of each arm, in which weights come into memory."""
+STEP = 2.0
 _KIB = 1024
 
 
@@ -241,9 +242,23 @@ def width_costs(case: Case, widest: int, rounds: int) -> list[WidthCost]:
     return [WidthCost(w, statistics.median(t[1:]), digests[w]) for w, t in times.items()]
 
 
-def steps(costs: Sequence[WidthCost]) -> Iterator[tuple[WidthCost, float, bool]]:
-    """Each width with the time its last row added (per cent of width 1), and whether its bits change there."""
-    one = costs[0]
-    for before, cost in itertools.pairwise(costs):
-        added = 100 * (cost.seconds - before.seconds) / one.seconds
-        yield cost, added, cost.digest != before.digest
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From one width to the next: seconds the last row added, and whether that is a step or other bits show.
+
+    A step is at least `STEP` times what a row usually adds here, and a tenth of a batch of one row.
+    """
+
+    cost: WidthCost
+    added: float
+    step: bool
+    changed: bool
+
+
+def steps(costs: Sequence[WidthCost]) -> Iterator[Step]:
+    """Every width from the second on, against the one before."""
+    added = [after.seconds - before.seconds for before, after in itertools.pairwise(costs)]
+    usual = statistics.median(added) if added else 0.0
+    least = max(STEP * usual, costs[0].seconds / 10)
+    for (before, cost), more in zip(itertools.pairwise(costs), added, strict=True):
+        yield Step(cost, more, more >= least, cost.digest != before.digest)
