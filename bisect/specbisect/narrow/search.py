@@ -80,20 +80,24 @@ class Search:
     def still(self, candidate: Candidate) -> Outcome:
         """`Gate.consider`, and where that is lost by a hair, the same with other prompts as short.
 
-        When rows differ and no token does, it takes another text to show it, and a prompt of few tokens is as good as
-        another: those of the original prompt are tried.
+        When rows differ and no token does, or the tokens differ for a neighbouring cause of the same label, it takes
+        another text to show it, and a prompt of few tokens is as good as another: the original one has plenty.
         """
         outcome = self.gate.consider(candidate)
-        if outcome is not Outcome.DIFFERENT or not self.gate.observe(candidate).departs:
+        if outcome is Outcome.STILL:
             return outcome
-        again = (candidate.but(prompt=ids) for ids in self._prompts(len(candidate.prompt)))
+        seen, length = self.gate.observe(candidate), len(candidate.prompt)
+        if length > SHORT or not (seen.departs or seen.label == self.wanted.label):
+            return outcome
+        again = (candidate.but(prompt=ids) for ids in self.prompts(length, OTHERS))
         return Outcome.STILL if self.first(again) else outcome
 
-    def _prompts(self, length: int) -> Iterator[tuple[int, ...]]:
+    def prompts(self, length: int, n: int) -> Iterator[tuple[int, ...]]:
+        """`n` pieces of the original prompt, each of `length` tokens, from all over it."""
         ids = self.best.original.prompt.ids or ()
-        if length <= SHORT:
-            starts = range(0, len(ids) - length + 1, max(1, len(ids) // (OTHERS + 1)))
-            yield from (ids[at : at + length] for at in starts[1 : OTHERS + 1])
+        last = max(0, len(ids) - length)
+        for at in dict.fromkeys(last * i // n for i in range(1, n + 1)):
+            yield ids[at : at + length]
 
     def reduce(
         self,

@@ -7,14 +7,20 @@ from specbisect.narrow.candidate import FILLER, Candidate, Drafts, script
 from specbisect.narrow.ddmin import Cut, cut_after
 from specbisect.narrow.search import Search
 
+SINGLE = 6
+"""Tokens of the prompt that are tried alone before it is taken apart."""
 FOLDED = 24
 """Longest history that is made part of the prompt: each of its tokens costs a trial to prove that it is needed."""
 
 
 def prompt(search: Search) -> None:
-    """The prompt by lines and sentences, then by tokens, wherever the arms part then."""
+    """The prompt to one of its tokens, if any will do; else by lines and sentences, then by tokens.
+
+    It does not matter where the arms part then.
+    """
     cuts: list[Cut[int]] = [cut_after(search.line_ends.__contains__)] if search.line_ends else []
     with search.step("prompt", "prompt", _tokens):
+        search.first(search.best.but(prompt=ids) for ids in search.prompts(1, SINGLE))
         best = search.best
         search.reduce(best.prompt, lambda kept: best.but(prompt=kept), cuts)
 
