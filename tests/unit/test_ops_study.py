@@ -8,9 +8,11 @@ import gguf
 import numpy as np
 import pytest
 
-from specbisect.cell import Case, Cell, Model, Prompt
+from specbisect.cell import Case, Cell, Model, Prompt, SelfDraft
 from specbisect.compare import compare
 from specbisect.diagnose.finding import Finding
+from specbisect.diagnose.replay import first_token
+from specbisect.engines.libllama import LibLlama
 from specbisect.errors import BadInput
 from specbisect.llama import files, quantize
 from specbisect.ops import evidence, study
@@ -112,19 +114,12 @@ def test_outcomes_in_words() -> None:
     assert not Confirmation("x", None, "stays").confirmed
 
 
-def test_a_float32_copy_is_nearest_to_itself(tiny_models: Callable[..., Path]) -> None:
-    path = quantize.quantize(tiny_models("llama"), "F32")
-    near = nearness(case_of(path), SPOT, 3, str(path))
-    far = nearness(case_of(tiny_models("llama", "Q4_K_M")), SPOT, 3, str(path))
-    assert max(near.single, near.batch) < 0.1 * min(far.single, far.batch)
-
-
 def test_nearness_in_words() -> None:
-    said = str(Nearness(0.25, 0.5, 7, 9, 7))
-    assert said.startswith("nearer to float32: single (RMS 0.25 single, 0.5 in the batch)")
-    assert "float32 chooses the token of single; neither is wrong" in said
-    assert "token of neither" in str(Nearness(0.5, 0.25, 7, 9, 8))
-    assert Nearness(0.5, 0.5, 7, 7, 7).nearer == "neither"
+    said = str(Nearness(0.25, 0.5, 7, 9, 7, True))
+    assert said.startswith("nearer to float32: vanilla (RMS 0.25 vanilla, 0.5 speculative)")
+    assert "float32 chooses the token of vanilla; neither is wrong" in said
+    assert "token of neither" in str(Nearness(0.5, 0.25, 7, 9, 8, True))
+    assert Nearness(0.5, 0.5, 7, 7, 7, True).nearer == "neither"
 
 
 def trace_of(arm: str, ids: tuple[int, ...], cycles: tuple[Cycle, ...] = ()) -> Trace:
@@ -146,9 +141,9 @@ def test_the_fork_of_a_finding_is_found_in_its_text(tiny_models: Callable[..., P
         vanilla=vanilla,
         speculative=speculative,
     )
-    spot, row = evidence.spot_of(finding)
+    spot = evidence.spot_of(finding)
     assert spot == Spot(PROMPT, (5, 6, 7), (8, 9, 10, 11))
-    assert row == 1
+    assert evidence.place_of(finding) == (speculative, 1, 1)
     (trace,) = study.look(finding.case, spot, [4])
     profile = Profile("key", "name", {"n_ubatch": 16}, {}, (), (), 0, 0)
     said = evidence.first_node(trace, profile)
@@ -157,6 +152,44 @@ def test_the_fork_of_a_finding_is_found_in_its_text(tiny_models: Callable[..., P
     assert said.outcome == (
         f"the first node that departs is {trace.first}" if trace.first else "no node departs"
     )
+    annotated = evidence.annotated(finding)
+    assert annotated.experiment("first-node") == evidence.first_node(trace)
+    assert evidence.annotated(annotated) is annotated
+    other = finding.model_copy(update={"label": "state"})
+    assert evidence.annotated(other) is other
     agreeing = finding.model_copy(update={"verdict": replace(finding.verdict, fork=None)})
     with pytest.raises(BadInput, match="has no fork in a verify batch"):
         evidence.spot_of(agreeing)
+    assert evidence.annotated(agreeing) is agreeing
+
+
+def test_the_arm_that_ran_in_float32_is_nearer_to_it(tiny_models: Callable[..., Path]) -> None:
+    quantised = case_of(tiny_models("llama", "Q4_K_M"))
+    cell = replace(quantised.cell, drafter=SelfDraft(n_max=3), n_predict=24)
+    case = replace(quantised, cell=cell)
+    exact = quantize.quantize(tiny_models("llama", "Q4_K_M"), "F32")
+    engine = LibLlama()
+    vanilla, speculative = engine.run(case.vanilla), engine.run(case)
+    engine.close()
+    verdict = replace(
+        compare(vanilla, speculative),
+        outcome="fork",
+        fork=first_token(speculative, speculative.cycles[2]),
+    )
+    finding = Finding(
+        case=case,
+        verdict=verdict,
+        label="batch-width",
+        summary="",
+        vanilla=vanilla,
+        speculative=speculative,
+    )
+    found = nearness(finding, str(exact))
+    assert found.exact
+    assert 0 < found.vanilla < 10
+    if vanilla.digests[verdict.fork] == speculative.digests[verdict.fork]:
+        assert found.nearer == "neither"
+    copy = replace(case_of(exact).cell, drafter=SelfDraft(n_max=3), n_predict=24)
+    itself = nearness(finding.model_copy(update={"case": replace(case, cell=copy)}), str(exact))
+    assert not itself.exact
+    assert itself.vanilla < 0.1 * found.vanilla

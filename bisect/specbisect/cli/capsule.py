@@ -14,6 +14,7 @@ from specbisect.cli import options, output
 from specbisect.errors import BadInput
 
 if TYPE_CHECKING:
+    from specbisect.diagnose.finding import Finding
     from specbisect.ops.capsule import Capsule
     from specbisect.ops.nearness import Nearness
     from specbisect.ops.study import Confirmation, Spot
@@ -93,22 +94,25 @@ def command(
     Exit codes: 0 no operation departs, 1 one does and its program shows it,
     2 bad input, 3 engine failure, 130 interrupted.
     """
+    from specbisect.ops.evidence import spot_of
+
     if subject.is_dir():
         if prompt is not None or settings or width:
             raise BadInput(
                 "a case of a run has its prompt, width and settings; leave those options out"
             )
-        case, spot, row = _of_run(subject, key)
+        finding = _of_run(subject, key)
+        case, spot = finding.case, spot_of(finding)
         widths: Sequence[int] = [len(spot.batch)]
     else:
         if key is not None:
             raise BadInput(f"--case names a case of a run, and {subject} is no directory")
         widths = [width] if width else range(2, ROWS + 1)
+        finding = None
         case, spot = _of_target(subject, prompt, settings, max(widths))
-        row = None
     found = open_up(case, spot, widths, directory, confirm=checks["confirm"])
-    if row is not None and checks["reference"] and found.capsule is not None:
-        found.nearness = _nearness(case, spot, row)
+    if finding is not None and checks["reference"]:
+        found.nearness = _nearness(finding)
     if as_json:
         output.emit(document(found))
     else:
@@ -116,10 +120,8 @@ def command(
     return found
 
 
-def _of_run(directory: Path, key: str | None) -> "tuple[Case, Spot, int]":
-    """The case, and where in its text the fork was verified, in which row."""
+def _of_run(directory: Path, key: str | None) -> "Finding":
     from specbisect.diagnose.finding import Finding
-    from specbisect.ops.evidence import spot_of
     from specbisect.store import Store
 
     if key is None:
@@ -133,8 +135,7 @@ def _of_run(directory: Path, key: str | None) -> "tuple[Case, Spot, int]":
         raise BadInput(
             f"case {key} has no finding yet; run specbisect diagnose {directory} --case {key}"
         )
-    finding = Finding.model_validate_json(stored[-1])
-    return finding.case, *spot_of(finding)
+    return Finding.model_validate_json(stored[-1])
 
 
 def _of_target(
@@ -170,19 +171,15 @@ def open_up(
         return found
     opened = child.call(study.open_up, case, spot.widened(ROWS), trace.first.node.key)
     found.capsule = opened.capsule
-    facts = [f"Model: {case.cell.target.name}, {case.cell.target.quant}.", *_host()]
+    facts = [
+        f"Model: {case.cell.target.name}, {case.cell.target.quant}.",
+        f"Found on {opened.host['cpu']} with {opened.host['library']}.",
+    ]
     _, found.program = write(opened.capsule, directory, facts)
     found.shown = _shows(found.program, opened.capsule)
     if confirm:
         found.confirmations = study.confirm(case, spot, trace, opened)
     return found
-
-
-def _host() -> list[str]:
-    from specbisect.llama import child, library
-
-    host = child.call(library.environment)
-    return [f"Found on {host['cpu']} with {host['library']}."]
 
 
 def _shows(program: Path, capsule: "Capsule") -> bool:
@@ -193,17 +190,17 @@ def _shows(program: Path, capsule: "Capsule") -> bool:
     return done.returncode == int(bool(capsule.departs)) and departs == capsule.departs
 
 
-def _nearness(case: Case, spot: "Spot", row: int) -> "Nearness | None":
+def _nearness(finding: "Finding") -> "Nearness | None":
     """None where a float32 copy would be too large."""
     from specbisect.diagnose.run import REFERENCE_LIMIT
     from specbisect.llama import child, quantize
     from specbisect.ops.nearness import nearness
 
-    path = Path(case.cell.target.path)
+    path = Path(finding.case.cell.target.path)
     (size,) = quantize.sizes([quantize.recipe(path, "F32")])
     if size > REFERENCE_LIMIT:
         return None
-    return child.call(nearness, case, spot, row, str(quantize.quantize(path, "F32")))
+    return child.call(nearness, finding, str(quantize.quantize(path, "F32")))
 
 
 def render(found: Found) -> Iterator[str]:

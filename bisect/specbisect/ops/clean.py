@@ -58,8 +58,7 @@ class CleanState:
     @contextmanager
     def trial(self) -> Iterator["Trial"]:
         """A copy of the history to decode on; forgotten at the end."""
-        memory, lib = self.context.memory, self.context.lib
-        lib.llama_memory_seq_cp(memory, 0, TRIAL, -1, -1)
+        self.context.copy(0, TRIAL)
         try:
             yield Trial(self.context, self.position)
         finally:

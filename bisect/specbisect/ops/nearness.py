@@ -1,62 +1,76 @@
-"""Which of two rows is nearer to the truth: a float32 copy of the target says, with the prefix in one go."""
+"""Which arm's row is nearer to the truth at a fork: a float32 copy of the target says, with the prefix in one go."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from specbisect.cell import Case
+from specbisect.diagnose.finding import Finding
+from specbisect.diagnose.lab import Lab
 from specbisect.diagnose.reference import error, reference_row
+from specbisect.diagnose.replay import replay
 from specbisect.engines.faults import tamper_of
 from specbisect.engines.libllama import LibLlama
 from specbisect.llama.context import Settings
-from specbisect.llama.logits import best
+from specbisect.llama.logits import best, digest
 from specbisect.ops.clean import CleanState
-from specbisect.ops.study import Spot
+from specbisect.ops.evidence import place_of
+from specbisect.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Nearness:
-    """One row, computed singly and in a batch: the distance of each from the reference, and what each chooses.
+    """The fork's row in both arms: its distance from the reference, and what it chooses.
 
-    Distances are root mean squares over the vocabulary.
+    Distances are root mean squares over the vocabulary. The rows are computed again; `exact` is whether they have the
+    bits that the arms had.
     """
 
-    single: float
-    batch: float
-    single_token: int
-    batch_token: int
+    vanilla: float
+    speculative: float
+    vanilla_token: int
+    speculative_token: int
     reference_token: int
+    exact: bool
 
     @property
     def nearer(self) -> str:
-        """``single``, ``batch``, or ``neither`` where both are as far."""
-        if self.single == self.batch:
+        """The arm, or ``neither`` where both are as far."""
+        if self.vanilla == self.speculative:
             return "neither"
-        return "single" if self.single < self.batch else "batch"
+        return "vanilla" if self.vanilla < self.speculative else "speculative"
 
     def __str__(self) -> str:
-        chosen = {"single": self.single_token, "batch": self.batch_token}
-        agree = " and ".join(n for n, token in chosen.items() if token == self.reference_token)
+        tokens = {"vanilla": self.vanilla_token, "speculative": self.speculative_token}
+        agrees = " and ".join(arm for arm, t in tokens.items() if t == self.reference_token)
         return (
-            f"nearer to float32: {self.nearer} (RMS {self.single:.3g} single, {self.batch:.3g} in the batch); "
-            f"float32 chooses the token of {agree or 'neither'}; neither is wrong by llama.cpp's contract"
+            f"nearer to float32: {self.nearer} (RMS {self.vanilla:.4g} vanilla, {self.speculative:.4g} speculative); "
+            f"float32 chooses the token of {agrees or 'neither'}; neither is wrong by llama.cpp's contract"
         )
 
 
-def nearness(case: Case, spot: Spot, row: int, reference: str) -> Nearness:
-    """Judge row `row` of the batch at a place, in this process; `reference` is the path of a float32 copy."""
+def nearness(finding: Finding, reference: str) -> Nearness:
+    """Judge the fork of `finding` in this process; `reference` is the path of a float32 copy of its target.
+
+    Raises `BadInput` when it has no fork in a verify batch.
+    """
+    trace, number, row = place_of(finding)
+    case, cycle = finding.case, trace.cycles[number]
     engine = LibLlama()
-    cell = case.cell.vanilla
     try:
-        model = engine.models.get(cell.target, cell)
-        with CleanState(model, Settings.of(cell), tamper=tamper_of(case.fault)) as state:
-            state.read(spot.prompt, spot.then)
-            batch = state.batch(spot.batch)[row].copy()
-            for token in spot.batch[: row + 1]:
-                single = state.step(token)
-            single = single.copy()
-        prefix = (*spot.prompt, *spot.then, *spot.batch[: row + 1])
-        truth = reference_row(engine, replace(case, cell=cell), reference, prefix)
-        return Nearness(
-            error(single, truth), error(batch, truth), best(single), best(batch), best(truth)
-        )
+        speculative = replay(Lab(engine, case, trace.prompt_ids), trace, [number]).kept[number][row]
+        history = trace.ids[: cycle.base - len(trace.prompt_ids)] + cycle.batch[: row + 1]
+        model = engine.models.get(case.cell.target, case.cell)
+        tamper = tamper_of(case.fault)
+        with CleanState(model, Settings.of(case.cell), tamper=tamper) as state:
+            vanilla = state.read(trace.prompt_ids, history).copy()
+        truth = reference_row(engine, case, reference, (*trace.prompt_ids, *history))
     finally:
         engine.close()
+    fork = len(history)
+    arms = ((finding.vanilla, vanilla), (trace, speculative))
+    return Nearness(
+        error(vanilla, truth),
+        error(speculative, truth),
+        best(vanilla),
+        best(speculative),
+        best(truth),
+        all(isinstance(t, Trace) and t.digests[fork : fork + 1] == (digest(r),) for t, r in arms),
+    )

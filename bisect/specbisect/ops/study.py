@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from specbisect.cell import Case, Cell, Model
 from specbisect.engines.account import prompt_ids
 from specbisect.engines.faults import tamper_of
 from specbisect.engines.models import Models
 from specbisect.errors import EngineFault
-from specbisect.llama import child, files, header, quantize
+from specbisect.llama import child, files, header, library, quantize
 from specbisect.llama.context import Settings
 from specbisect.ops.capsule import Capsule, smallest, take
 from specbisect.ops.ggml import Unusable
@@ -65,10 +65,14 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A node taken out: its capsule, and a type in which its weight's kernel departs at no width (empty: none here)."""
+    """A node taken out: its capsule, and a type in which its weight's kernel departs at no width (empty: none here).
+
+    `host` is the library and the machine.
+    """
 
     capsule: Capsule
     substitute: str
+    host: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ def open_up(case: Case, spot: Spot, node: Key) -> Opened:
     try:
         with _tracer(models, case, spot) as tracer:
             whole = take(tracer, spot.batch, node)
-            return Opened(smallest(whole), _substitute(whole))
+            return Opened(smallest(whole), _substitute(whole), library.environment())
     finally:
         models.close()
 
