@@ -184,7 +184,7 @@ def margins(axes: Axes, run: Run) -> bool:
     )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
-    _legend(axes, arms_of(shown))
+    _legend(axes, [a for _, arms in shown for a in arms])
     return found
 
 
@@ -207,16 +207,11 @@ def _dots(axes: Axes, y: int, arms: Sequence[Arms]) -> None:
         )
 
 
-def arms_of(shown: Sequence[tuple[str, Sequence[Arms]]]) -> set[str]:
-    """Kinds that forks of these cases have."""
-    return {
-        KINDS[a.entry.verdict] for _, arms in shown for a in arms if a.entry.row.outcome == "fork"
-    }
-
-
-def _legend(axes: Axes, kinds: set[str]) -> None:
+def _legend(axes: Axes, arms: Sequence[Arms]) -> None:
     axes.plot([], [], color=GRID, linewidth=9, label="vanilla margins, 5–95 %")
-    axes.plot([], [], color=SERIES[0], linewidth=3, label="envelope, median to largest")
+    if any("largest" in a.envelope for a in arms):
+        axes.plot([], [], color=SERIES[0], linewidth=3, label="envelope, median to largest")
+    kinds = {KINDS[a.entry.verdict] for a in arms if a.entry.row.outcome == "fork"}
     words = {
         "defect": "defect",
         "open": "no cause yet",
