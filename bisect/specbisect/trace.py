@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from specbisect.cell import digest
+
 ArmName = Literal["vanilla", "speculative"]
 Finish = Literal["length", "eog", "context"]
 
@@ -69,10 +71,12 @@ class Trace:
     Per generated token, in order: `ids`, `pieces` (its bytes, one latin-1 character each), and where the engine can
     give them, read off the token's own row of logits whatever the arm made of it: `digests` (64 bits of the raw
     float32 row, as hex), `best` (its argmax, which greedy decoding must emit), `runners_up` (id of the second-best
-    logit) and `margins` (best minus second-best logit). Engines that cannot see logits leave those four empty. `nonfinite` lists the indices whose row held a NaN or infinity. `cycles` is empty for a vanilla arm
-    and where an engine does not show them; `drafted` and `accepted` are totals all the same. `resolved` is what
-    the engine made of the settings asked for, `unhonoured` names those it did not follow, `provenance` says which
-    library, machine and model files produced this.
+    logit) and `margins` (best minus second-best logit). Engines that cannot see logits leave those four empty.
+
+    `nonfinite` lists the indices whose row held a NaN or infinity. `cycles` is empty for a vanilla arm and where an
+    engine does not show them; `drafted` and `accepted` are totals all the same. `resolved` is what the engine made of
+    the settings asked for, `unhonoured` names those it did not follow, `provenance` says which library, machine and
+    model files produced this.
     """
 
     arm: ArmName
@@ -96,6 +100,18 @@ class Trace:
     def text(self, start: int = 0, stop: int | None = None) -> str:
         """The generated text between two token indices; only ever shown, never compared."""
         return "".join(self.pieces[start:stop]).encode("latin-1").decode("utf-8", "replace")
+
+
+    @property
+    def host_class(self) -> str:
+        """`host_class` of where this ran; empty where that is not known."""
+        return host_class(self.provenance.get("host", {}))
+
+
+def host_class(host: Mapping[str, Any]) -> str:
+    """Names hosts that compute the same bits: by library build, processor, cores and devices, not by host name."""
+    known = {name: host[name] for name in ("library", "cpu", "cores", "devices") if name in host}
+    return digest(known) if known else ""
 
 
 @dataclass(frozen=True, slots=True)

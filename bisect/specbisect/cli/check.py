@@ -1,5 +1,7 @@
 """``specbisect check``: one case, from flags or from a pasted command line."""
 
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,12 @@ from specbisect.cli.verdicts import Verdicts
 from specbisect.errors import BadInput
 
 if TYPE_CHECKING:
-    from specbisect.cell import Case
+    from collections.abc import Iterator
+
     from specbisect.cli.pair import Pair
+    from specbisect.diagnose.finding import Finding
+    from specbisect.matrix import Plan
+    from specbisect.narrow.result import Narrowed
 
 
 @click.command("check")
@@ -34,6 +40,15 @@ if TYPE_CHECKING:
 )
 @flags.axes
 @options.settings
+@click.option(
+    "-o",
+    "--output",
+    "directory",
+    type=options.PATH,
+    help="Keep the run there, for narrow and report.  [default: kept nowhere]",
+)
+@click.option("--diagnose", is_flag=True, help="Find the cause, also when the arms agree.")
+@click.option("--narrow", is_flag=True, help="Then find the smallest case with that cause.")
 @options.timeout
 @options.server
 @options.as_json
@@ -42,7 +57,7 @@ def command(
     cmdline: str | None,
     issue_file: Path | None,
     maps: tuple[str, ...],
-    timeout: float,
+    directory: Path | None,
     as_json: bool,
     **given: Any,
 ) -> Verdicts:
@@ -62,13 +77,42 @@ def command(
         output.note(line)
     for warning in asked.warnings:
         output.note(f"warning: {warning}")
-    pair = _run(_case(asked), timeout)
+    read = {"account": asked.account, "warnings": asked.warnings}
+    with tempfile.TemporaryDirectory(prefix="specbisect-") as scratch:
+        found = _run(_plan(asked), directory or Path(scratch) / "check", given)
     if as_json:
-        read = {"account": asked.account, "warnings": asked.warnings}
-        output.emit(pair.document() | (read if cmdline or issue_file else {}))
+        output.emit(found.document() | (read if cmdline or issue_file else {}))
     else:
-        click.echo("\n\n".join(pair.render(output.columns())))
-    return Verdicts.of([pair.verdict.outcome])
+        click.echo("\n\n".join(found.render(output.columns())))
+    return Verdicts.of([found.pair.verdict.outcome])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What came of the case: its arms, its finding and the smallest case, as far as they were asked for."""
+
+    pair: "Pair"
+    finding: "Finding | None" = None
+    narrowed: "Narrowed | None" = None
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        more = {"finding": self.finding, "narrowed": self.narrowed}
+        return self.pair.document() | {
+            name: value.model_dump(mode="json", by_alias=True)
+            for name, value in more.items()
+            if value is not None
+        }
+
+    def render(self, width: int) -> "Iterator[str]":
+        """As paragraphs."""
+        from specbisect.cli import diagnose, narrow
+
+        yield from self.pair.render(width)
+        if self.finding is not None:
+            yield diagnose.cause(self.finding)
+        if self.narrowed is not None:
+            yield from narrow.render(self.narrowed)
 
 
 def _pasted(line: str | None, report: Path | None, maps: tuple[tuple[str, str], ...]) -> Asked:
@@ -95,8 +139,8 @@ def _flags(given: dict[str, Any]) -> Asked:
     )
 
 
-def _case(asked: Asked) -> "Case":
-    """The one case that is asked for, checked as far as can be without running it."""
+def _plan(asked: Asked) -> "Plan":
+    """A plan of the one case that is asked for, checked as far as can be without running it."""
     from specbisect.cli.run import check
     from specbisect.matrix import Overrides, build
 
@@ -111,17 +155,29 @@ def _case(asked: Asked) -> "Case":
             f"these flags make {plan.count()} cells, and check runs one; give single values, or write a matrix"
         )
     check(plan)
-    return next(plan.cases())
+    return plan
 
 
-def _run(case: "Case", timeout: float) -> "Pair":
+def _run(plan: "Plan", directory: Path, given: dict[str, Any]) -> Found:
+    from specbisect.cli import diagnose, narrow
     from specbisect.cli.pair import Pair
-    from specbisect.engines import run_arm
-    from specbisect.trace import Failure
+    from specbisect.runner import run
+    from specbisect.store import Store
     from specbisect.workers import Workers
 
-    with Workers(1, timeout) as workers:
-        vanilla = workers.submit(run_arm, case.vanilla).result()
-        if isinstance(vanilla, Failure):
-            return Pair(case, vanilla, None)
-        return Pair(case, vanilla, workers.submit(run_arm, case).result())
+    (case,) = plan.cases()
+    with Store.create(directory, plan.digest, plan.resolved()) as store:
+        with Workers(1, given["timeout"]) as workers:
+            run([case], store, workers)
+        vanilla = store.arm(case.vanilla.key)
+        assert vanilla is not None  # it is saved before any verdict that rests on it
+        pair = Pair(case, vanilla, store.arm(case.key))
+        if not (given["diagnose"] or given["narrow"]) or pair.verdict.outcome in (
+            "failed",
+            "invalid",
+        ):
+            return Found(pair)
+        diagnose.diagnose(store, jobs=1, timeout=given["timeout"], key=case.key)
+        (finding,) = diagnose.findings(store)
+        smallest = narrow.smallest(store, case.key, given["timeout"]) if given["narrow"] else None
+        return Found(pair, finding, smallest)

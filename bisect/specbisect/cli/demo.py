@@ -48,7 +48,8 @@ def command(
 ) -> Demonstrated:
     """Run the main job on a small real model.
 
-    Runs the shipped matrix `demo` on SmolLM2 (135M) and says what the result means. The exit code is 0 when every case ran, also when some differ: that is what there is to see here.
+    Runs the shipped matrix `demo` on SmolLM2 (135M) and says what the result means. The exit code is 0 when every
+    case ran, also when some differ: that is what there is to see here.
     """
     from specbisect.matrix import Overrides, load, shipped
 

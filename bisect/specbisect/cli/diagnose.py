@@ -149,3 +149,18 @@ def table(store: "Store") -> str:
     width = max(30, output.columns() - 70)
     heads = ("case", "target", "drafter", "prompt", "fork", "label", "evidence")
     return tabulate(lines, heads, maxcolwidths=[None] * 6 + [width], missingval="–")
+
+
+def cause(finding: "Finding") -> str:
+    """A finding as a paragraph: the label, the evidence in words, and every experiment in a line."""
+    import textwrap
+
+    from tabulate import tabulate
+
+    label = "+".join((finding.label, *finding.also))
+    kind = f" ({finding.kind})" if finding.kind else ""
+    head = textwrap.fill(f"cause: {label}{kind}: {finding.summary}", output.columns())
+    lines = [(e.experiment, e.run, e.outcome) for e in finding.evidence]
+    width = max(24, (output.columns() - 26) // 2)
+    heads = ("experiment", "what was run", "what came out")
+    return f"{head}\n\n{tabulate(lines, heads, maxcolwidths=[None, width, width])}"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specbisect.narrow.gate import Gate
     from specbisect.narrow.result import Narrowed, Shown
     from specbisect.narrow.run import Narrowing
+    from specbisect.store import Store
 
 TRIALS = 150
 
@@ -212,3 +213,12 @@ def _mark(shown: "Shown", label: str) -> str:
 
 def _label(label: str, kind: str) -> str:
     return f"{label} ({kind})" if kind else label
+
+
+def smallest(store: "Store", key: str, timeout: float | None) -> "Narrowed":
+    """The smallest case of an open run directory, found with the usual budget and a progress bar."""
+    from specbisect.narrow.run import Request, narrow_case
+    from specbisect.workers import Workers
+
+    with Workers(1, timeout) as workers, _Bar(TRIALS) as bar:
+        return narrow_case(store, workers, key, Request(trials=TRIALS), bar.show).narrowed

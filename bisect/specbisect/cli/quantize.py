@@ -16,8 +16,8 @@ from specbisect.cli import options, output
 def command(base: Path, types: tuple[str, ...], directory: Path | None, as_json: bool) -> None:
     """Make quantisations of BASE, such as Q8_0.
 
-    They are made once, into the cache. Prints where they are and which tensor types are really in them: a row whose length does not allow a type falls
-    back to another one, as in llama.cpp.
+    They are made once, into the cache. Prints where they are and which tensor types are really in them: a row whose
+    length does not allow a type falls back to another one, as in llama.cpp.
     """
     from specbisect.cli.run import make
     from specbisect.llama import files, quantize

@@ -1,5 +1,6 @@
 """Runs and lists of cases as text."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -108,6 +109,9 @@ def legend(rows: Sequence[Row]) -> Iterator[str]:
             f"No difference in {tokens} tokens over {prompts} prompt{'s' * (prompts > 1)} where cases agree; "
             "longer or other texts may still differ."
         )
+    if causes := Counter(row.label for row in rows if row.label is not None):
+        each = ", ".join(f"{count} {label}" for label, count in sorted(causes.items()))
+        yield f"Causes, by experiment: {each} (`specbisect show DIR --cases` has the evidence)."
     if any(c.rollback_untested for c in by_cell(rows)):
         yield f"{UNTESTED} no drafted token was rejected: rollback was not tested."
     if verdicts.count("unexercised"):
@@ -137,11 +141,13 @@ def cases(rows: Sequence[Row], width: int) -> str:
 def result(row: Row) -> str:
     """The outcome, and where a case differs and by what margin, or how much agrees, or why it says nothing."""
     if row.outcome == "agree":
-        return f"agree, {row.compared} tokens"
-    if row.outcome == "fork":
+        found = f"agree, {row.compared} tokens"
+    elif row.outcome == "fork":
         margin = "" if row.margin is None else f", margin {row.margin:.2g}"
-        return f"fork at {row.fork}{margin}"
-    return f"{row.outcome}: {row.reason}"
+        found = f"fork at {row.fork}{margin}"
+    else:
+        found = f"{row.outcome}: {row.reason}"
+    return found if row.label is None else f"{found}; {row.label}: {row.evidence}"
 
 
 def id_length(ids: Sequence[str]) -> int:

@@ -31,6 +31,8 @@ class Execution:
     max_cases: int | None = None
     fresh: bool = False
     retry_failed: bool = False
+    diagnose: bool = False
+    audit: bool = False
     as_json: bool = False
 
 
@@ -47,6 +49,8 @@ class Execution:
 @options.server
 @click.option("--fresh", is_flag=True, help="Discard what the run directory holds.")
 @click.option("--retry-failed", is_flag=True, help="Run cases again that failed.")
+@click.option("--diagnose", is_flag=True, help="Then find the cause of every case that departs.")
+@click.option("--audit", is_flag=True, help="Then replay every case, also those that agree.")
 @options.as_json
 def command(*, file: str, overrides: "Overrides", directory: Path | None, **how: Any) -> Verdicts:
     """Run every case of MATRIX and show which differ.
@@ -69,6 +73,7 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
 
     Raises `BadInput` before anything is written for all that can be known by then.
     """
+    from specbisect.cli.diagnose import diagnose
     from specbisect.store import Store
 
     files = check(plan)
@@ -76,6 +81,8 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
         try:
             make(files)
             summary = run_cases(plan, store, how)
+            if how.diagnose or how.audit:
+                diagnose(store, jobs=how.jobs, timeout=how.timeout, only=how.only, audit=how.audit)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"what has ended is kept in {how.directory}; the same command goes on from there"

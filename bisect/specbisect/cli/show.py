@@ -63,16 +63,24 @@ def command(
 
 
 def _show_case(store: "Store", key: str, as_json: bool) -> None:
+    from pydantic_core import from_json
+
+    from specbisect.cli.diagnose import cause
     from specbisect.cli.pair import Pair
+    from specbisect.diagnose.finding import Finding
 
     case = store.case(key)
     vanilla = store.arm(case.vanilla.key)
     assert vanilla is not None  # it is saved before any verdict that rests on it
     pair = Pair(case, vanilla, store.arm(case.key))
+    findings = store.findings(case.key)[-1:]
     if as_json:
-        output.emit(pair.document())
+        found = {"finding": from_json(findings[0])} if findings else {}
+        output.emit(pair.document() | found)
     else:
         click.echo("\n\n".join(pair.render(output.columns())))
+        for text in findings:
+            click.echo(f"\n{cause(Finding.model_validate_json(text))}")
 
 
 def _filtered(

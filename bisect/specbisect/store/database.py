@@ -210,6 +210,23 @@ class Store:
         found = self._one("SELECT outcome FROM cases WHERE key = ?", key)
         return found[0] if found else None
 
+    def reopen(self, vanilla: str) -> list[tuple[int, Case, Outcome]]:
+        """Forget the verdicts, and findings, on all cases of the vanilla arm with this key.
+
+        They are returned with their places in the plan and what their outcomes were.
+        """
+        found = list(
+            self._rows("SELECT key, ordinal, outcome FROM cases WHERE vanilla = ?", vanilla)
+        )
+        cases = [(ordinal, self.case(key), outcome) for key, ordinal, outcome in found]
+        with self.transaction():
+            self._execute(
+                "DELETE FROM findings WHERE case_key IN (SELECT key FROM cases WHERE vanilla = ?)",
+                vanilla,
+            )
+            self._execute("DELETE FROM cases WHERE vanilla = ?", vanilla)
+        return cases
+
     def case(self, key: str) -> Case:
         """The case with this key, or the only one whose key begins so."""
         found = list(

@@ -53,9 +53,18 @@ CREATE TABLE trials (
 """
 
 
+def _of_finding(name: str) -> str:
+    """SQL for a field of a case's latest finding."""
+    latest = "FROM findings WHERE case_key = cases.key ORDER BY rowid DESC LIMIT 1"
+    return f"(SELECT json_extract(json, '$.{name}') {latest})"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One finished case as lists show it; names as in `Cell`, `Verdict` and `Trace`, `id` is the case's key."""
+    """One finished case as lists show it; names as in `Cell`, `Verdict` and `Trace`, `id` is the case's key.
+
+    `label`, `kind` and `evidence` are those of its latest finding, None when it was not diagnosed.
+    """
 
     id: str = field(metadata={"column": "key"})
     ordinal: int
@@ -78,6 +87,9 @@ class Row:
     drafted: int
     accepted: int
     cycles: int
+    label: str | None = field(metadata={"column": _of_finding("label")})
+    kind: str | None = field(metadata={"column": _of_finding("kind")})
+    evidence: str | None = field(metadata={"column": _of_finding("summary")})
     cell: Cell
     resolved: Mapping[str, Any]
 
