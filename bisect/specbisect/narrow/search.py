@@ -14,7 +14,7 @@ from specbisect.narrow.weights import Ladder
 T = TypeVar("T", bound=Hashable)
 
 
-SHORT, OTHERS = 4, 2
+SHORT, OTHERS = 4, 5
 """Prompts of at most so many tokens are exchanged, for so many others."""
 
 
