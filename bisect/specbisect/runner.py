@@ -3,7 +3,8 @@
 The runner knows no processes and no models. It hands calls to whatever can run them, never more than run at once and
 always the arm whose case comes first in the plan, so that a worker goes through the models in the order of the plan
 and loads each once. A case is an arm without a drafter, shared by all cases it fits and run once, and an arm with one,
-run only when the first gave a trace; both go to disk in the transaction in which they end.
+run only when the first gave a trace; both go to disk in the transaction in which they end. An arm that comes back
+from another kind of host than its vanilla arm is not used: all cases of that vanilla arm start over with it.
 """
 
 import heapq
@@ -23,6 +24,8 @@ from specbisect.trace import ArmResult, Failure, Trace
 
 MAX_WAITING = 256
 """Cases that may wait for a vanilla arm in flight before no further ones are looked at."""
+MAX_MOVES = 3
+"""How often the cases of a vanilla arm start over on another kind of host; after that they are invalid."""
 
 
 class Submit(Protocol):
@@ -113,6 +116,7 @@ class _Run:
     waiting: dict[str, list[_Open]] = field(default_factory=dict)
     failed_now: set[str] = field(default_factory=set)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
 
     def to_the_end(self, plan: Iterable[tuple[int, Case]]) -> Summary:
@@ -167,14 +171,53 @@ class _Run:
 
     def _collect(self, done: Iterable[Future[ArmResult]]) -> None:
         ended = [(future, self.flying[future], future.result()) for future in done]
+        moved = [entry for entry in ended if self._moved(*entry[1:])]
+        kept = [entry for entry in ended if entry not in moved]
         with self.store.transaction():
-            outcomes = [o for _, case, result in ended for o in self._save(case, result)]
-        for future, case, result in ended:
+            outcomes = [o for _, case, result in kept for o in self._save(case, result)]
+        for future, case, result in kept:
             del self.flying[future]
             if case.vanilla is None:
                 self._go_on(case.vanilla_key, result)
+        for future, case, _ in moved:
+            del self.flying[future]
+            self._start_over(case)
         for outcome in outcomes:
             self._count(outcome)
+
+    def _moved(self, case: _Open, result: ArmResult) -> bool:
+        """Whether a speculative arm ran on another kind of host than the vanilla arm it is to be compared with.
+
+        Also when that vanilla arm has been replaced, or is about to be.
+        """
+        if case.vanilla is None or isinstance(result, Failure):
+            return False
+        key, old, new = case.vanilla_key, case.vanilla.host_class, result.host_class
+        if self.moves[key] and (key in self.waiting or self._host_class(key) != old):
+            return True
+        return "" not in (old, new) and old != new and self.moves[key] < MAX_MOVES
+
+    def _host_class(self, key: str) -> str:
+        arm = self.store.arm(key)
+        return arm.host_class if isinstance(arm, Trace) else ""
+
+    def _start_over(self, case: _Open) -> None:
+        """Run the vanilla arm of `case` again, and all cases that were compared with the old one."""
+        key, old = case.vanilla_key, case.vanilla
+        case.vanilla = None
+        if key in self.waiting:
+            self.waiting[key].append(case)
+            return
+        vanilla = self.store.arm(key)
+        if isinstance(vanilla, Trace) and old is not None and vanilla.host_class != old.host_class:
+            case.vanilla = vanilla  # another case has seen to it
+        else:
+            self.moves[key] += 1
+            self.waiting[key] = [case]
+            for ordinal, other, outcome in self.store.reopen(key):
+                self.outcomes[outcome] -= 1
+                self.waiting[key].append(_Open(ordinal, other, other.key, key))
+        heapq.heappush(self.ready, case)
 
     def _save(self, case: _Open, result: ArmResult) -> list[Outcome]:
         """Save the arm that has ended and every verdict that follows from it."""
@@ -207,7 +250,8 @@ class _Run:
         """Save what has ended and was not collected."""
         with self.store.transaction():
             for future, case in self.flying.items():
-                if future.done() and not future.cancelled() and future.exception() is None:
+                ended = future.done() and not future.cancelled() and future.exception() is None
+                if ended and not self._moved(case, future.result()):
                     self._save(case, future.result())
 
     def _count(self, outcome: Outcome) -> None:

@@ -101,7 +101,6 @@ class Trace:
         """The generated text between two token indices; only ever shown, never compared."""
         return "".join(self.pieces[start:stop]).encode("latin-1").decode("utf-8", "replace")
 
-
     @property
     def host_class(self) -> str:
         """`host_class` of where this ran; empty where that is not known."""

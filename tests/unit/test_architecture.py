@@ -25,6 +25,7 @@ ORDER = [
     "engines",
     "store",
     "runner",
+    "cluster",
     "diagnose",
     "narrow",
     "ops",
@@ -41,6 +42,7 @@ WRITERS = {
     "specbisect.workers": "what a worker prints and where it stands, in a scratch directory",
     "specbisect.store": "the run directory",
     "specbisect.narrow.tensors": "models of mixed types",
+    "specbisect.cluster.files": "models that were sent to a host",
     "specbisect.report": "reports",
 }
 WRITING = {"write_text", "write_bytes", "mkdir", "touch", "GGUFWriter"}

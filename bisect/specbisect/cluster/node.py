@@ -1,0 +1,123 @@
+"""What the workers of a cluster are asked to do: each call in a child process of theirs, so that none dies of it."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from distributed import get_worker
+
+from specbisect import __version__
+from specbisect.cluster import files
+from specbisect.errors import BadInput
+from specbisect.trace import Failure
+from specbisect.workers import Workers
+
+_lock = threading.Lock()
+_pools: dict[str, Workers] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call came to: its value or what it raised, or a model that must be sent before it can run."""
+
+    value: Any = None
+    error: Exception | None = None
+    missing: files.Wanted | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Versions by package, and the library and machine as traces record them."""
+
+    versions: Mapping[str, str]
+    host: Mapping[str, Any]
+
+
+def versions() -> dict[str, str]:
+    """What must be the same wherever a run runs."""
+    return {"specbisect": __version__, "llama-cpp-python": version("llama-cpp-python")}
+
+
+def describe(session: str) -> Answer:
+    """The `Description` of this worker."""
+
+    def described() -> Description | Failure:
+        host = _pool(session).submit(_environment).result()
+        return host if isinstance(host, Failure) else Description(versions(), host)
+
+    return _answer(described)
+
+
+def _environment() -> Mapping[str, Any]:
+    from specbisect.llama import library
+
+    return library.environment()
+
+
+def locate(model: files.Wanted, maps: files.Maps) -> Answer:
+    """Where `model` lies on this host, or that it is missing."""
+    place = files.find(model, maps)
+    return Answer(place, missing=None if place else model)
+
+
+def accept(model: files.Wanted, sender: str) -> Answer:
+    """`files.accept` as a task."""
+    return _answer(lambda: files.accept(model, sender))
+
+
+def perform(
+    session: str,
+    call: Callable[..., Any],
+    args: tuple[object, ...],
+    models: tuple[files.Wanted, ...],
+    maps: files.Maps,
+    timeout: float | None,
+) -> Answer:
+    """``call(*args)`` in a child of this worker, with the models where they lie here; values as of `Workers`."""
+    places = {}
+    for model in models:
+        try:
+            found = locate(model, maps)
+        except BadInput as error:
+            return Answer(error=_named(error))
+        if found.missing:
+            return found
+        places[model.path] = found.value
+    here = tuple(files.replaced(arg, places) for arg in args)
+    return _answer(lambda: _pool(session).submit(call, *here, timeout=timeout).result())
+
+
+def _answer(ask: Callable[[], Any]) -> Answer:
+    try:
+        return Answer(ask())
+    except BadInput as error:
+        return Answer(error=_named(error))
+    except Exception as error:
+        return Answer(error=error)
+
+
+def _named(error: BadInput) -> BadInput:
+    return BadInput(f"worker {get_worker().address}: {error}")
+
+
+def _pool(session: str) -> Workers:
+    """The child processes of this worker for one coordinator, as many as the worker has threads."""
+    with _lock:
+        if session not in _pools:
+            # Dask marks its processes as daemons, which may have no children. Ours end with their parent anyway.
+            with suppress(AssertionError):
+                multiprocessing.current_process().daemon = False
+            _pools[session] = Workers(get_worker().state.nthreads)
+        return _pools[session]
+
+
+def close(session: str) -> None:
+    """End what still runs for that coordinator, and its child processes."""
+    with _lock:
+        pool = _pools.pop(session, None)
+    if pool is not None:
+        pool.__exit__()
