@@ -162,7 +162,7 @@ def test_a_drafter_that_never_drafts_is_inconclusive(run: Run, place: Path) -> N
     code, out, err = run(GATE)
     assert code == 3, err
     assert "gate: inconclusive" in out
-    assert f"unexercised: {len(PROMPTS)} prompts unexercised" in out
+    assert f"unexercised: {len(PROMPTS)} of {len(PROMPTS)} prompts unexercised" in out
 
 
 def test_a_shifted_draft_keeps_its_tokens_and_fails_its_acceptance(

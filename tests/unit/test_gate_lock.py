@@ -58,13 +58,9 @@ def pinned(plan: Callable[..., Plan]) -> Identity:
 
 
 def rows(plan: Plan, **resolved: Any) -> list[Row]:
-    return [
-        Row(
-            "0" * 16, 0, "libllama", "", "", "", 3, 512, 512, "a", "default", "agree",
-            9, None, None, None, None, "", 9, 6, 3, cell, {"target": {"flash_attn": "on"} | resolved},
-        )
-        for cell in plan.cells()
-    ]  # fmt: skip
+    shown: dict[str, Any] = dict.fromkeys(Row.__dataclass_fields__)
+    shown["resolved"] = {"target": {"flash_attn": "on"} | resolved}
+    return [Row(**shown | {"cell": cell}) for cell in plan.cells()]
 
 
 def test_everything_is_pinned(pinned: Identity, tiny_models: Tiny) -> None:

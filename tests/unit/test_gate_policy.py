@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.stats import beta
 
 from specbisect.cell import Cell, DraftModel, Model, NgramSimple
-from specbisect.compare import Outcome
 from specbisect.errors import BadInput
 from specbisect.gate import policy
 from specbisect.gate.policy import load, lower_bound, prompts_needed, upper_bound
@@ -25,13 +25,10 @@ def row(
     quant: str = "Q8_0",
     group: str = "chat",
     drafter: DraftModel | NgramSimple = DRAFT,
-    outcome: Outcome = "agree",
 ) -> Row:
     cell = Cell(Model("m", quant, f"sha256:{quant}"), drafter)
-    return Row(
-        "0" * 16, 0, "libllama", "m", quant, "?", 3, 512, 512, "p", group, outcome,
-        9, None, None, None, None, "", 9, 6, 3, cell, {},
-    )  # fmt: skip
+    shown: dict[str, Any] = dict.fromkeys(Row.__dataclass_fields__)
+    return Row(**shown | {"quant": quant, "prompt_group": group, "cell": cell})
 
 
 def read(tmp_path: Path, text: str) -> policy.Policy:

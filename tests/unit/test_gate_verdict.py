@@ -178,6 +178,28 @@ def test_what_was_not_tested_never_passes(run: Run, options: dict[str, Any], cau
     assert states(verdict) == {"agreement": "pass", cause: "inconclusive"}
 
 
+@pytest.mark.parametrize(
+    ("least", "state"), [(1.0, "inconclusive"), (0.7, "pass"), (0.8, "inconclusive")]
+)
+def test_some_prompts_may_go_unexercised_and_are_not_counted(
+    run: Run, least: float, state: str
+) -> None:
+    for _ in range(3):
+        run.add("none")
+    run.add(drafted=False)
+    verdict = run.judge({"min_exercised": least})
+    assert states(verdict) == {"agreement": "pass", "unexercised": state}
+    assert said(verdict, "agreement") == "no difference in 111 tokens over 3 prompts"
+    assert verdict.state_of(verdict.cases[-1]) == "inconclusive"
+    (tokens, *_) = JUnitXml.fromstring(junit(verdict, "m").encode())
+    assert (tokens.tests, tokens.skipped) == (4, 1)
+
+
+def test_a_drafter_that_never_drafts_is_inconclusive_whatever_is_asked(run: Run) -> None:
+    run.add(drafted=False)
+    assert run.judge({"min_exercised": 0.0}).exit_code == 3
+
+
 def test_nothing_at_all_is_inconclusive(run: Run) -> None:
     assert run.judge().exit_code == 3
 

@@ -58,7 +58,7 @@ def _case(case: Judged, verdict: GateVerdict) -> dict[str, Any]:
         "fork": case.row.fork,
         "cause": case.cause,
         "misaligned": case.misaligned,
-        "state": verdict.of(case).state,
+        "state": verdict.state_of(case),
         "forced": bool(verdict.forced),
         "summary": case.summary,
         "evidence": case.evidence,

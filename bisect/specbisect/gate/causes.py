@@ -9,7 +9,8 @@ from specbisect.matrix import label
 from specbisect.store import Row, Store
 
 NONE = "none"
-UNTESTED = ("unexercised", "failed", "invalid")
+UNEXERCISED = "unexercised"
+UNTESTED = (UNEXERCISED, "failed", "invalid")
 """Causes of cases that say nothing about the arms, in whatever way."""
 QUALITY = "draft-alignment"
 """The cause that leaves the tokens right and the drafts useless."""

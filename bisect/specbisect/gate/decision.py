@@ -98,20 +98,18 @@ def _decide(one: Candidate, best: Candidate | None) -> Decision:
     if best is None:
         return Decision("disable", 0, _loss(one.worth))
     if one is best or (one.pays and not faster(best.pairs, one.pairs)):
-        return Decision("keep", one.k, "it pays")
+        return Decision("keep", one.k, "pays")
     assert best.worth is not None  # it pays
-    return Decision(
-        "tune", best.k, f"{best.worth.speed_up:.2f} times as fast as vanilla with {best.k}"
-    )
+    return Decision("tune", best.k, f"speed-up {best.worth.speed_up:.2f} with {best.k}")
 
 
 def _loss(found: Worth) -> str:
     if found.alpha is None:
-        return "it drafts nothing"
+        return "drafts nothing"
     if found.needed is None:
-        return "no α would pay for its cycles"
+        return "no α would pay"
     shown = "" if found.speed_up < 1 else "not shown to pay; "
-    return f"{shown}it breaks even at α = {found.needed:.2f} and has {found.alpha:.2f}"
+    return f"{shown}breaks even at α {found.needed:.2f}, has {found.alpha:.2f}"
 
 
 def barred(cases: Iterable[Judged]) -> dict[Cell, str]:

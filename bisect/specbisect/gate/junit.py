@@ -13,7 +13,7 @@ _KINDS = ("failure", "error", "skipped")
 def junit(verdict: GateVerdict, name: str) -> str:
     """The XML text. Failing cases carry their cause and evidence; cases that were not tested are skipped or errors."""
     root = ET.Element("testsuites", name=f"specbisect gate {name}")
-    tokens = [_case(case, verdict.of(case)) for case in verdict.cases]
+    tokens = [_case(case, verdict) for case in verdict.cases]
     quality = [_check(check) for check in verdict.checks if check.kind == "quality"]
     for suite, found in (("tokens", tokens), ("quality", quality)):
         root.append(_suite(suite, found, verdict))
@@ -43,15 +43,15 @@ def _suite(name: str, found: Iterable[ET.Element], verdict: GateVerdict) -> ET.E
     return suite
 
 
-def _case(case: Judged, check: Check) -> ET.Element:
-    row = case.row
+def _case(case: Judged, verdict: GateVerdict) -> ET.Element:
+    row, check, state = case.row, verdict.of(case), verdict.state_of(case)
     made = ET.Element("testcase", classname=f"{row.target}.{row.quant}", name=_xml(case.name))
     text = "\n".join([case.summary, *case.evidence, f"the cell: {check.said}", f"case {row.id}"])
     if case.cause in ("failed", "invalid"):
         _result(made, "error", case.cause, case.summary, text)
-    elif check.state == "inconclusive":
+    elif state == "inconclusive":
         _result(made, "skipped", case.cause, f"{case.cause}: {check.said}", text)
-    elif check.state == "fail":
+    elif state == "fail":
         _result(made, "failure", case.cause, f"{case.cause}: {case.summary}", text)
     elif case.departs:
         ET.SubElement(made, "system-out").text = _xml(text)

@@ -92,6 +92,10 @@ class Policy(Table):
     audit: bool = Field(
         True, description="also examine cases that agree, for states silently wrong"
     )
+    min_exercised: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of a cell's prompts that must exercise its drafter"),
+    ] = 1.0
     allow: list[Allow] = Field(default_factory=list)
     acceptance: list[Acceptance] = Field(default_factory=list)
 

@@ -12,7 +12,7 @@ from specbisect.cell import Cell
 from specbisect.compare import Outcome
 from specbisect.gate import policy as rules
 from specbisect.gate.acceptance import Acceptance, by_group
-from specbisect.gate.causes import NONE, UNTESTED, Judged, judge
+from specbisect.gate.causes import NONE, UNEXERCISED, UNTESTED, Judged, judge
 from specbisect.gate.policy import Allow, Policy
 from specbisect.gate.quality import quality
 from specbisect.store import Row, Store
@@ -59,8 +59,12 @@ class GateVerdict:
         return {"pass": 0, "fail": 1, "inconclusive": 3}[self.state]
 
     def of(self, case: Judged) -> Check:
-        """The check that decides about the tokens of `case`."""
+        """The check that the tokens of `case` are part of."""
         return next(c for c in self.checks if c.kind == "tokens" and case.row.id in c.cases)
+
+    def state_of(self, case: Judged) -> State:
+        """How `case` itself stands: one that was not tested never passes, however many others were."""
+        return "inconclusive" if case.cause in UNTESTED else self.of(case).state
 
 
 def evaluate(
@@ -103,8 +107,12 @@ def _tokens(cell: Cell, cases: Sequence[Judged], policy: Policy) -> Iterator[Che
         yield Check("tokens", cell, "agreement", "pass", said, _keys(agreeing))
     for cause in UNTESTED:
         if untested := [case for case in cases if case.cause == cause]:
-            said = f"{_prompts(len(untested))} {cause}: {untested[0].summary}"
-            yield Check("tokens", cell, cause, "inconclusive", said, _keys(untested))
+            said = f"{len(untested)} of {_prompts(len(cases))} {cause}: {untested[0].summary}"
+            state: State = "inconclusive"
+            exercised = 1 - len(untested) / len(cases)
+            if cause == UNEXERCISED and exercised >= max(policy.min_exercised, 1 / len(cases)):
+                state, said = "pass", f"{said}; not counted"
+            yield Check("tokens", cell, cause, state, said, _keys(untested))
     for cause in sorted({case.cause for case in cases if case.departs}):
         shares: dict[int, list[Judged]] = {}
         for case in cases:
