@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbisect.cli import options, output
+from specbisect.cli.where import Where, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.diagnose.finding import Finding
@@ -58,6 +59,7 @@ class Causes:
 @options.only
 @options.jobs
 @options.timeout
+@cluster
 @options.as_json
 def command(*, directory: Path, as_json: bool, **how: Any) -> Causes:
     """Find the cause of every case in DIRECTORY that departs, by experiment.
@@ -86,6 +88,7 @@ def diagnose(
     *,
     jobs: int,
     timeout: float | None,
+    where: Where | None = None,
     only: str | None = None,
     key: str | None = None,
     **how: Any,
@@ -98,7 +101,6 @@ def diagnose(
     from specbisect.diagnose.run import diagnose as run
     from specbisect.matrix import matches
     from specbisect.store import Row
-    from specbisect.workers import Workers
 
     one = None if key is None else store.case(key).key
 
@@ -107,7 +109,10 @@ def diagnose(
             return row.id == one
         return only is None or matches(Case(row.cell, Prompt(row.prompt_id)), only)
 
-    with Workers(jobs, timeout) as workers, tqdm(unit="case", disable=None, smoothing=0) as bar:
+    with (
+        opened(jobs, timeout, where) as workers,
+        tqdm(unit="case", disable=None, smoothing=0) as bar,
+    ):
 
         def show(progress: Progress) -> None:
             bar.total = progress.total

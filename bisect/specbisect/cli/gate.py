@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbisect.cli import options, output, release
+from specbisect.cli.where import cluster
 from specbisect.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ FORMATS = ("text", "md", "json", "junit")
 @release.shared
 @release.force
 @options.jobs
+@cluster
 @click.option(
     "--format",
     "form",
@@ -132,7 +134,13 @@ def judge(
         for line in meant:
             output.note(f"accepted: {line}")
         if any(row.outcome not in ("failed", "invalid") for row in store.rows()):
-            diagnose(store, jobs=how.jobs, timeout=how.timeout, audit=rules.audit)
+            diagnose(
+                store,
+                jobs=how.jobs,
+                timeout=how.timeout,
+                where=how.where,
+                audit=rules.audit,
+            )
         baseline = locked.baseline(plan) if locked else None
         forced = [str(mismatch) for mismatch in ready.forced]
         return evaluate(store, store.rows(), rules, baseline, forced=forced, accepted=meant)

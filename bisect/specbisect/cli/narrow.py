@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from specbisect.cli import options, output
+from specbisect.cli.where import Where, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.cell import Case
@@ -62,6 +63,7 @@ TRIALS = 150
 )
 @options.jobs
 @options.timeout
+@cluster
 @options.server
 @options.as_json
 def command(
@@ -71,6 +73,7 @@ def command(
     as_json: bool,
     jobs: int,
     timeout: float,
+    where: Where | None,
     needed: int | None,
     **how: Any,
 ) -> "Narrowing":
@@ -89,14 +92,13 @@ def command(
     from specbisect.narrow.run import Request, narrow_case
     from specbisect.narrow.smallest import NotReproduced
     from specbisect.store import Store
-    from specbisect.workers import Workers
 
     request = Request(needed=needed or how["runs"], **how)
     if request.needed > request.runs:
         raise BadInput(f"--needed {needed} is more than --runs {request.runs}; raise --runs")
     with (
         Store.open(directory) as store,
-        Workers(jobs, timeout) as workers,
+        opened(jobs, timeout, where) as workers,
         _Bar(how["trials"]) as bar,
     ):
         try:

@@ -9,6 +9,7 @@ import click
 from specbisect.cell import Case
 from specbisect.cli import options, output
 from specbisect.cli.verdicts import Verdicts
+from specbisect.cli.where import Where, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.llama.quantize import Recipe
@@ -27,6 +28,7 @@ class Execution:
     directory: Path
     jobs: int = 1
     timeout: float | None = None
+    where: Where | None = None
     only: str | None = None
     max_cases: int | None = None
     fresh: bool = False
@@ -46,6 +48,7 @@ class Execution:
 @click.option("--max-cases", type=click.IntRange(min=1), help="Take only the first so many cases.")
 @options.jobs
 @options.timeout
+@cluster
 @options.server
 @click.option("--fresh", is_flag=True, help="Discard what the run directory holds.")
 @click.option("--retry-failed", is_flag=True, help="Run cases again that failed.")
@@ -82,7 +85,14 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
             make(files)
             summary = run_cases(plan, store, how)
             if how.diagnose or how.audit:
-                diagnose(store, jobs=how.jobs, timeout=how.timeout, only=how.only, audit=how.audit)
+                diagnose(
+                    store,
+                    jobs=how.jobs,
+                    timeout=how.timeout,
+                    where=how.where,
+                    only=how.only,
+                    audit=how.audit,
+                )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"what has ended is kept in {how.directory}; the same command goes on from there"
@@ -119,13 +129,13 @@ def make(files: "list[tuple[Recipe, int]]") -> None:
 def run_cases(plan: "Plan", store: "Store", how: Execution) -> "Summary":
     """Run what `store` lacks of `plan`, with a progress bar; its files must have been made."""
     from specbisect.runner import run
-    from specbisect.workers import Workers
 
-    _warn_of_crowding(plan, how.jobs)
+    if how.where is None:
+        _warn_of_crowding(plan, how.jobs)
     wanted = _Wanted.of(how)
     total = replace(plan, only=how.only).count_cases()
     with (
-        Workers(how.jobs, how.timeout) as workers,
+        opened(how.jobs, how.timeout, how.where) as workers,
         _Bar(min(total, how.max_cases or total)) as bar,
     ):
         return run(
