@@ -1,4 +1,4 @@
-"""Every kind of planted fault gets its exact label, natural forks theirs; `scripts/confusion.py` does this at length."""
+"""Every kind of planted fault gets its exact label, natural forks theirs; see `scripts/confusion.py`."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -44,7 +44,7 @@ def test_every_command_line_is_one(line: str) -> None:
 
 
 def test_every_script_is_there() -> None:
-    scripts = set(re.findall(r"scripts/\w+", README))
+    scripts = set(re.findall(r"scripts/\w+(?:\.py)?", README))
     assert scripts >= {"scripts/demo", "scripts/test"}
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 

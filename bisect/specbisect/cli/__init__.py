@@ -32,6 +32,7 @@ COMMANDS = {
         "lock",
         "gate",
         "cost",
+        "report",
         "quantize",
         "env",
     )

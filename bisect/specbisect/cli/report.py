@@ -1,6 +1,7 @@
 """``specbisect report``: what a run or a case has shown, for others to read and to check."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from specbisect.cli import options, output
-from specbisect.errors import BadInput
+from specbisect.errors import BadInput, EngineFault
 
 if TYPE_CHECKING:
     from specbisect.store import Store
@@ -75,9 +76,12 @@ def command(
 
 
 def _of_case(store: "Store", key: str, target: Path, redact_prompt: bool) -> list[Path]:
+    from specbisect.ops.evidence import annotated
     from specbisect.report import case, stored
 
     finding, narrowed = stored.latest(store, store.case(key).key)
+    with suppress(EngineFault):  # the report says all the rest without the first departing node
+        finding = annotated(finding)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     texts = case.files(finding, narrowed, created=created, redact_prompt=redact_prompt)
     return case.write(target, texts)

@@ -1,5 +1,6 @@
 """``specbisect run``: a matrix in, the first fork of every case out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,6 +34,7 @@ class Execution:
     max_cases: int | None = None
     fresh: bool = False
     retry_failed: bool = False
+    screen: bool = False
     diagnose: bool = False
     audit: bool = False
     as_json: bool = False
@@ -52,6 +54,11 @@ class Execution:
 @options.server
 @click.option("--fresh", is_flag=True, help="Discard what the run directory holds.")
 @click.option("--retry-failed", is_flag=True, help="Run cases again that failed.")
+@click.option(
+    "--screen",
+    is_flag=True,
+    help="First rule out cases whose batches give the bits of single rows.",
+)
 @click.option("--diagnose", is_flag=True, help="Then find the cause of every case that departs.")
 @click.option("--audit", is_flag=True, help="Then replay every case, also those that agree.")
 @options.as_json
@@ -128,16 +135,19 @@ def make(files: "list[tuple[Recipe, int]]") -> None:
 
 def run_cases(plan: "Plan", store: "Store", how: Execution) -> "Summary":
     """Run what `store` lacks of `plan`, with a progress bar; its files must have been made."""
+    from specbisect.cli.screen import both, screened
     from specbisect.runner import run
 
     if how.where is None:
         _warn_of_crowding(plan, how.jobs)
-    wanted = _Wanted.of(how)
     total = replace(plan, only=how.only).count_cases()
     with (
         opened(how.jobs, how.timeout, how.where) as workers,
         _Bar(min(total, how.max_cases or total)) as bar,
     ):
+        wanted: Callable[[Case], bool] = _Wanted.of(how)
+        if how.screen:
+            wanted = both(screened(plan, workers), wanted)
         return run(
             plan.cases(),
             store,

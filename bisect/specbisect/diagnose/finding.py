@@ -35,7 +35,7 @@ Label = Literal[
 class Evidence(BaseModel):
     """One experiment: what was run, what came out in one plain sentence, and the numbers behind it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     experiment: str
     run: str
@@ -51,7 +51,9 @@ class Finding(BaseModel):
     is what the diagnosis cost.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants"
+    )
 
     schema_: Literal["specbisect.finding/1"] = Field(default="specbisect.finding/1", alias="schema")
     case: Case

@@ -67,13 +67,17 @@ class Bench:
         for i, token in enumerate(ids):
             self.context.evaluate(rows_of([token], start + i))
 
-    def try_out(self, ids: Sequence[int], start: int) -> Logits:
+    def try_out(self, ids: Sequence[int], start: int, lead: Sequence[int] = ()) -> Logits:
         """The rows `ids` would give after sequence 0, in one batch of that width, leaving sequence 0 as it is.
+
+        `lead` are tokens before them that are decoded one by one.
 
         They are evaluated on a copy of the sequence, which shares its cells and is dropped again, so that this works
         for memories that cannot be cut and never rolls sequence 0 back in place. Copied: the caller keeps them.
         """
         self.context.copy(0, SCRATCH)
+        for i, token in enumerate(lead):
+            self.context.evaluate(rows_of([token], start - len(lead) + i, sequence=SCRATCH))
         rows = self.context.evaluate(rows_of(ids, start, sequence=SCRATCH)).copy()
         self.context.remove(SCRATCH, -1)
         return rows

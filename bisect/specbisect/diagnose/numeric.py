@@ -59,7 +59,7 @@ def conclude(ex: CaseFile, rows: Mapping[int, Logits]) -> Conclusion:
 def audit(ex: CaseFile) -> Conclusion:
     """The label of a case in which tokens agree and rows are reproduced: is any width it used out of line?"""
     trace = ex.speculative
-    number = min(1, len(trace.cycles) - 1)
+    number = _audited(trace)
     cycle = trace.cycles[number]
     change = Change(first_token(trace, cycle), number, 0, cycle.width, None)
     table, _ = _clean_history(ex, change)
@@ -77,13 +77,12 @@ def _clean_history(ex: CaseFile, change: Change) -> tuple[WidthTable, bool]:
     trace = ex.speculative
     cycle = trace.cycles[change.cycle]
     n_prompt, start = len(trace.prompt_ids), first_token(trace, cycle)
-    row_at = n_prompt + change.token - 1  # position of the token whose row gives the changed one
-    ahead = [*cycle.batch[change.row :], *trace.ids[change.token :]]
+    ahead = [*cycle.batch, *trace.ids[start + cycle.accepted :]]
     with ex.lab.bench() as bench:
         bench.commit_singly(trace.ids[: start - 1], n_prompt)
-        whole = bench.try_out(cycle.batch, cycle.base)[change.row]
-        bench.commit_singly(cycle.batch[: change.row], cycle.base)
-        table = width_table(bench, ahead, row_at, max(WIDEST, change.width + 1))
+        widest = max(WIDEST, change.width + 1)
+        table = width_table(bench, ahead, cycle.base, change.row, widest)
+    whole = table.logits[change.width]
     reference = ex.vanilla.ids[change.token]
     flips = _pick(ex, whole) != reference
     ex.note(
@@ -116,7 +115,7 @@ def _note_widths(ex: CaseFile, table: WidthTable) -> None:
     said += "" if flips is None else f", another token from width {flips} on"
     ex.note(
         "widths",
-        f"the row of the fork as row 0 of batches of 1 to {table.rows[-1].width}",
+        f"that row in batches of 1 to {table.rows[-1].width}, after the same history",
         said,
         classes=table.classes(),
         distance={r.width: r.distance for r in table.rows},
@@ -172,7 +171,8 @@ def _against_reference(
         ex.note("reference", run, "not made: it would be too large for this machine", made=False)
         return None
     stage.report("reference")
-    token = change.token if change is not None else _audited(ex.speculative)
+    audited = ex.speculative.cycles[_audited(ex.speculative)]
+    token = change.token if change is not None else first_token(ex.speculative, audited)
     prefix = (*ex.speculative.prompt_ids, *ex.speculative.ids[:token])
     truth = reference_row(ex.lab.engine, ex.case, ex.options.reference, prefix)
     errors = {w: error(row, truth) for w, row in table.logits.items()}
@@ -205,7 +205,8 @@ def _against_reference(
 
 
 def _audited(trace: Trace) -> int:
-    return first_token(trace, trace.cycles[min(1, len(trace.cycles) - 1)])
+    """The cycle whose row an audit looks at: an early one, which is cheap to come to."""
+    return min(1, len(trace.cycles) - 1)
 
 
 def _in_words(ex: CaseFile, kind: str, change: Change, table: WidthTable) -> str:

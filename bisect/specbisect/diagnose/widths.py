@@ -1,4 +1,8 @@
-"""One row at every width: which widths give the same bits, how far apart they are, and which is the odd one out."""
+"""One row at every width: which widths give the same bits, how far apart they are, and which is the odd one out.
+
+Kernels treat the rows of a batch differently (full tiles and what is left over), so the row keeps its place in the
+batch wherever the batch is wide enough for it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ class AtWidth:
 
 @dataclass(frozen=True, slots=True)
 class WidthTable:
-    """The same row, after the same width-1 history, as row 0 of batches of every width."""
+    """The same row, after the same width-1 history, in batches of every width."""
 
     rows: tuple[AtWidth, ...]
     logits: dict[int, Logits]
@@ -62,22 +66,24 @@ class WidthTable:
         return len(self.classes()[0]) == 1
 
 
-def width_table(bench: Bench, ids: Sequence[int], start: int, widest: int) -> WidthTable:
-    """The row of ``ids[0]`` at position `start` as row 0 of batches of widths 1…`widest`.
+def width_table(bench: Bench, ids: Sequence[int], start: int, row: int, widest: int) -> WidthTable:
+    """The row of ``ids[row]`` in batches of widths 1…`widest`, of which `ids` at position `start` is the natural one.
 
-    `ids` goes on with what fills the other rows, and is repeated if too short. Sequence 0 stays as it is.
+    Batches too narrow to hold that place end with the row, and the tokens before them are decoded one by one. `ids`
+    goes on with what fills the rows after it, and is repeated if too short. Sequence 0 stays as it is.
     """
     filled = list(ids)
-    while len(filled) < widest:
+    while len(filled) < row + widest:
         filled += ids
     rows: list[AtWidth] = []
     logits: dict[int, Logits] = {}
     for width in range(1, widest + 1):
-        batch = bench.try_out(filled[:width], start)
-        row = batch[0]
-        logits[width] = row
-        distance = float(np.abs(row - logits[1]).max())
+        lead = max(0, row + 1 - width)
+        batch = bench.try_out(filled[lead : lead + width], start + lead, lead=filled[:lead])
+        one = batch[row - lead]
+        logits[width] = one
+        distance = float(np.abs(one - logits[1]).max())
         rows.append(
-            AtWidth(width, digest(row), best(row), distance, bool(np.isfinite(batch).all()))
+            AtWidth(width, digest(one), best(one), distance, bool(np.isfinite(batch).all()))
         )
     return WidthTable(tuple(rows), logits)

@@ -150,11 +150,12 @@ class Faulty(Speculative):
         self.strike(next_cycle=True)
 
     def commit(self, tokens: Sequence[int], choices: Sequence[Choice]) -> None:
-        """Goes on after an end-of-generation token, once."""
-        super().commit(tokens, choices)
-        if self.fault.kind == "past-eog" and self.recorder.finish == "eog" and self.planted is None:
+        """Goes on after an end-of-generation token."""
+        ends = self.recorder.ends
+        if self.fault.kind == "past-eog" and ends.intersection(tokens):
             self.strike()
-            self.recorder.finish = None
+            self.recorder.ends = frozenset()
+        super().commit(tokens, choices)
 
 
 class _Wrapped:
