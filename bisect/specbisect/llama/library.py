@@ -18,7 +18,7 @@ import xxhash
 
 LOG_LINES = 200
 ENVIRONMENT = re.compile(
-    r"^(?!.*(KEY|TOKEN|SECRET|PASS))(GGML|LLAMA|OMP|CUDA|HIP|ROCR|VK)_[A-Z0-9_]+$"
+    r"^(?!.*(KEY|TOKEN|SECRET|PASS)|GGML_NO_BACKTRACE)(GGML|LLAMA|OMP|CUDA|HIP|ROCR|VK)_[A-Z0-9_]+$"
 )
 """Environment variables that can change results; every other one stays out of traces and reports."""
 
