@@ -3,7 +3,9 @@
 Every fault is an `EngineFault` with one line. Field names are those of llama.cpp's tools/server.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -135,15 +137,7 @@ class Client:
 
         Raises `EngineFault` when the server fails, or when its account of what it did does not add up.
         """
-        body: dict[str, Any] = dict(NEUTRAL) | {
-            "prompt": list(prompts[0]) if len(prompts) == 1 else [list(p) for p in prompts],
-            "n_predict": cell.n_predict,
-            "seed": cell.seed,
-            "ignore_eos": cell.ignore_eos,
-            "cache_prompt": cell.cache_prompt,
-            "return_tokens": True,
-            "stream": False,
-        }
+        body = _request(cell, prompts)
         if slot is not None:
             body["id_slot"] = slot
         answered = _json(self._send("POST", "/completion", body))
@@ -154,17 +148,57 @@ class Client:
             found = sorted(found, key=lambda one: one.get("index", 0))
         return [_answer(one, p, cell) for one, p in zip(found, prompts, strict=True)]
 
+    def stream(self, cell: Cell, prompt: Sequence[int]) -> Iterator[int]:
+        """A greedy completion of `prompt` as it comes: each time, how many tokens came.
+
+        Raises `Refused` when the server will not have it, `EngineFault` when it fails.
+        """
+        body = _request(cell, [prompt]) | {"stream": True}
+        with (
+            _faults("/completion", self.seconds),
+            self._http.stream("POST", "/completion", json=body) as response,
+        ):
+            if response.is_error:
+                response.read()
+                _json(response)
+            for line in response.iter_lines():
+                name, _, data = line.partition(": ")
+                if name == "error":
+                    raise EngineFault(STAGE, f"/completion ended with an error: {_line(data)}")
+                if name == "data":
+                    yield len(json.loads(data).get("tokens", ()))
+
     def _send(self, method: str, path: str, body: Any) -> httpx.Response:
-        try:
+        with _faults(path, self.seconds):
             return self._http.request(method, path, json=body)
-        except httpx.TimeoutException:
-            raise EngineFault(STAGE, f"{path} did not answer within {self.seconds:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Disconnected(STAGE, f"{path}: {error or type(error).__name__}") from None
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
+
+
+@contextmanager
+def _faults(path: str, seconds: float) -> Iterator[None]:
+    """What a connection can do to us, as an `EngineFault`."""
+    try:
+        yield
+    except httpx.TimeoutException:
+        raise EngineFault(STAGE, f"{path} did not answer within {seconds:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Disconnected(STAGE, f"{path}: {error or type(error).__name__}") from None
+
+
+def _request(cell: Cell, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The body that asks for greedy completions."""
+    return dict(NEUTRAL) | {
+        "prompt": list(prompts[0]) if len(prompts) == 1 else [list(p) for p in prompts],
+        "n_predict": cell.n_predict,
+        "seed": cell.seed,
+        "ignore_eos": cell.ignore_eos,
+        "cache_prompt": cell.cache_prompt,
+        "return_tokens": True,
+        "stream": False,
+    }
 
 
 def _json(response: httpx.Response) -> Any:
