@@ -16,6 +16,8 @@ T = TypeVar("T", bound=Hashable)
 
 SHORT, OTHERS = 4, 5
 """Prompts of at most so many tokens are exchanged, for so many others."""
+FEW = 16
+"""So many numbers are tried one after the other."""
 
 
 class Stopped(Exception):
@@ -92,6 +94,20 @@ class Search:
         again = (candidate.but(prompt=ids) for ids in self.prompts(length, OTHERS))
         return Outcome.STILL if self.first(again) else outcome
 
+    def least(self, low: int, high: int, build: Callable[[int], Candidate]) -> None:
+        """The least number from `low` on, below `high`, that still shows it; it need not be that all larger ones do.
+
+        A few are all tried in turn; of many, ever farther ones from the least, and then those before the first found.
+        """
+        while low < high:
+            for number in _farther(low, high):
+                if self.still(build(number)) is Outcome.STILL:
+                    high = number
+                    break
+                low = number + 1
+            else:
+                return
+
     def prompts(self, length: int, n: int) -> Iterator[tuple[int, ...]]:
         """`n` pieces of the original prompt, each of `length` tokens, from all over it."""
         ids = self.best.original.prompt.ids or ()
@@ -115,6 +131,16 @@ class Search:
         if found.reason in (Reason.BUDGET, Reason.INTERRUPTED):
             raise Stopped(found.reason)
         return found
+
+
+def _farther(low: int, high: int) -> Iterator[int]:
+    if high - low <= FEW:
+        yield from range(low, high)
+        return
+    distance = 0
+    while low + distance < high:
+        yield low + distance
+        distance = 2 * distance + 1
 
 
 def _ends(before: str, after: str) -> dict[str, str]:

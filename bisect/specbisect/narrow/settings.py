@@ -1,6 +1,5 @@
 """Stages about the configuration: precision of the weights, width, and every other axis."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from specbisect.cell import AXES, Axis
@@ -8,9 +7,6 @@ from specbisect.narrow.candidate import Candidate, Weights, in_width
 from specbisect.narrow.ddmin import Outcome
 from specbisect.narrow.search import Search
 from specbisect.narrow.weights import Ladder
-
-FEW = 16
-"""So many numbers below a value are all tried; of more, first every one that is twice as far as the one before."""
 
 
 def precision(search: Search) -> None:
@@ -69,34 +65,15 @@ def _needed(without: Outcome | None) -> bool:
 
 
 def _simplest(search: Search, axis: Axis) -> None:
-    """The simplest value of an axis that still shows it."""
+    """The simplest value of an axis, other than its default, that still shows it."""
     with search.step("axes", axis.name, lambda c: getattr(c.cell, axis.name)):
-        failed: Any = None
-        while values := list(simpler(axis, getattr(search.best.cell, axis.name), failed)):
-            for value in values:
-                if search.still(search.best.but(**{axis.name: value})) is Outcome.STILL:
-                    break
-                failed = value
-            else:
-                return
+        value = getattr(search.best.cell, axis.name)
 
+        def at(other: Any) -> Candidate:
+            return search.best.but(**{axis.name: other})
 
-def simpler(axis: Axis, value: Any, above: Any = None) -> Iterator[Any]:
-    """Values of `axis` other than the default that are simpler than `value`, the simplest first.
-
-    Of many numbers, some that are ever farther from the least, or from `above`, which was tried in vain.
-    """
-    if axis.values is not None:
-        yield from (v for v in axis.values if (0, 0) < axis.rank(v) < axis.rank(value))
-        return
-    low = (axis.minimum if axis.minimum is not None else 0) if above is None else above + 1
-    numbers = range(low, value)
-    places = range(len(numbers)) if len(numbers) <= FEW else _doubling(len(numbers))
-    yield from (numbers[at] for at in places if numbers[at] != axis.default)
-
-
-def _doubling(n: int) -> Iterator[int]:
-    at = 0
-    while at < n:
-        yield at
-        at = 2 * at + 1
+        if axis.values is None:
+            search.least(axis.minimum or 0, value, at)
+        else:
+            simpler = (v for v in axis.values if (0, 0) < axis.rank(v) < axis.rank(value))
+            any(search.still(at(v)) is Outcome.STILL for v in simpler)

@@ -28,10 +28,14 @@ def prompt(search: Search) -> None:
 def length(search: Search) -> None:
     """The answer to just after the token that differs, if the batch that decides it still fits before its end.
 
-    A drafter never drafts beyond the end of the answer, so a shorter answer may make the batch narrower.
+    A drafter never drafts beyond the end of the answer, so a shorter answer may make the batch narrower. Where no
+    token differs, nothing says how long the answer must be, and lengths are tried.
     """
     with search.step("length", "n_predict", lambda c: c.cell.n_predict):
         seen, longest = search.gate.shown, search.best.cell.n_predict
+        if seen.fork is None and search.wanted.label != "state":
+            search.least(1, longest, lambda n: search.best.but(n_predict=n))
+            return
         shortest = seen.start + 1 if seen.fork is None else seen.fork + 1
         tried = sorted(n for n in {shortest, seen.needed} if n < longest)
         search.first(search.best.but(n_predict=n) for n in tried)

@@ -98,7 +98,7 @@ def _examined(case: Case, how: Look) -> Seen:
 
 def _options(case: Case, vanilla: Trace, how: Look) -> Options:
     """Those of a full examination, with the envelope where the label rests on it."""
-    options = Options(audit=how.kind == "self-control", reference=how.reference)
+    options = Options(audit=how.label == "draft-alignment", reference=how.reference)
     widths = [w for w in {2, 4, case.cell.width} if w <= len(vanilla.ids)]
     if not how.weighed or not widths or len(vanilla.ids) < 3:
         return options
