@@ -85,6 +85,11 @@ def with_child() -> int:
     return child
 
 
+def takes_parent_along() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
 MISHAPS = {
     "fault": fault,
     "bad-input": bad_input,
@@ -129,6 +134,12 @@ def arm(case: Case) -> Trace:
 def slow_arm(case: Case) -> Trace:
     """The same, in a few milliseconds."""
     time.sleep(0.004)
+    return arm(case)
+
+
+def slower_arm(case: Case) -> Trace:
+    """The same, in a fifth of a second."""
+    time.sleep(0.2)
     return arm(case)
 
 

@@ -159,6 +159,7 @@ class Cluster:
         self._members = _Members()
         self._sending = threading.Lock()
         self._stop = threading.Event()
+        self._begun = False
         self._client = self._connect()
         try:
             self._first_workers()
@@ -166,6 +167,7 @@ class Cluster:
             self._client.close()
             raise
         self._threads = ThreadPoolExecutor(_THREADS, "cluster")
+        self._begun = True
         self._watch = threading.Thread(
             target=self._keep_watching, daemon=True, name="cluster watch"
         )
@@ -412,7 +414,7 @@ class Cluster:
     def _refuse(self, worker: Worker, problem: str) -> None:
         line = f"worker {worker.address} {problem}"
         worker.capacity, worker.host_class = 0, "refused"
-        if hasattr(self, "_watch"):
+        if self._begun:
             self._note(f"{line}; it is not used")  # one that came late
         else:
             self._members.broken = BadInput(line)

@@ -1,0 +1,225 @@
+"""A run on a cluster of two worker processes finds what a run in child processes finds, whatever becomes of workers."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import LocalCluster
+
+import fakes
+from specbisect.cluster import client, files, node
+from specbisect.cluster.client import Cluster
+from specbisect.diagnose.finding import Finding
+from specbisect.errors import BadInput
+from specbisect.runner import run
+from specbisect.store import Store
+from specbisect.trace import Failure
+from specbisect.workers import Workers
+
+MATRIX = """
+schema = "specbisect.matrix/1"
+n_predict = 12
+prompts = "prompts.jsonl"
+[target]
+files = ["target.gguf", "other.gguf"]
+[[drafter]]
+method = "draft-model"
+model = "draft.gguf"
+n_max = [1, 7]
+[axes]
+n_threads = [1]
+n_ubatch = [8, 512]
+"""
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """Two worker processes of one thread each, under nannies that replace them when they die."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    with LocalCluster(
+        env={"SPECBISECT_CACHE": cache},
+        n_workers=2,
+        threads_per_worker=1,
+        processes=True,
+        dashboard_address=":0",
+        resources={"GPU": 1},
+        silence_logs=50,
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def workspace(tmp_path, tiny_models) -> Path:
+    models = {
+        "target": tiny_models("llama", "Q4_K_M"),
+        "other": tiny_models("llama", "Q6_K"),
+        "draft": tiny_models("llama", "Q4_K_M", noise=0.1),
+    }
+    for name, path in models.items():
+        (tmp_path / f"{name}.gguf").symlink_to(path)
+    (tmp_path / "matrix.toml").write_text(MATRIX)
+    texts = ["one two three one two", "def f(x):", "4 + 4 = 8, 8 + 8 ="]
+    lines = [json.dumps({"id": f"p{i}", "text": text}) for i, text in enumerate(texts)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def command(workspace: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "specbisect", *words],
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+
+
+def found(directory: Path):
+    """Every verdict and both traces of every case, which compare equal when only times differ."""
+    with Store.open(directory, readonly=True) as store:
+        return [
+            (row, store.arm(row.id), store.arm(store.case(row.id).vanilla.key))
+            for row in store.rows()
+        ]
+
+
+def labels(directory: Path):
+    with Store.open(directory, readonly=True) as store:
+        texts = [store.findings(row.id) for row in store.rows()]
+    every = [Finding.model_validate_json(text[-1]) for text in texts if text]
+    return [(f.case.key, f.label, f.kind) for f in every]
+
+
+@contextmanager
+def killing(cluster: LocalCluster, seconds: float):
+    """Kill one worker process, then another, every so many seconds while the block runs; the pids killed."""
+    killed, done = [], threading.Event()
+    dice = random.Random(1)
+
+    def kill() -> None:
+        while not done.wait(seconds):
+            up = [
+                n for n in cluster.workers.values() if n.worker_address in cluster.scheduler.workers
+            ]
+            if len(up) == len(
+                cluster.workers
+            ):  # a nanny whose worker dies while it starts gives up
+                killed.append(dice.choice(up).process.pid)
+                psutil.Process(killed[-1]).kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_commands_find_the_same_on_a_cluster_as_here(workspace, workers):
+    scheduler = "--scheduler", workers.scheduler_address
+    here = command(workspace, "run", "matrix.toml", "-o", "here", "--jobs", "2", "--diagnose")
+    there = command(
+        workspace, "run", "matrix.toml", "-o", "there", *scheduler, "--resource", "GPU=1"
+    )
+    assert here.returncode in (0, 1), here.stderr
+    assert there.returncode == here.returncode, there.stderr
+    assert len(found(workspace / "here")) == 24
+    bare = [(row.id, row.outcome, row.fork, a, b) for row, a, b in found(workspace / "here")]
+    assert [(r.id, r.outcome, r.fork, a, b) for r, a, b in found(workspace / "there")] == bare
+    diagnosed = command(workspace, "diagnose", "there", *scheduler)
+    assert diagnosed.returncode in (0, 1), diagnosed.stderr
+    assert labels(workspace / "there") == labels(workspace / "here")
+
+
+def test_a_run_whose_workers_are_killed_again_and_again_finds_the_same(tmp_path, workers):
+    plan = 2, 5, ("",) * 6
+    with Store.create(tmp_path / "here", "plan", {}) as store, Workers(2) as processes:
+        run(fakes.plan(*plan), store, processes, call=fakes.arm)
+    with (
+        Store.create(tmp_path / "there", "plan", {}) as store,
+        Cluster(workers.scheduler_address) as cluster,
+        killing(workers, 2.0) as killed,
+    ):
+        assert run(fakes.plan(*plan), store, cluster, call=fakes.slower_arm).failures == 0
+    assert killed
+    assert fakes.content(tmp_path / "there") == fakes.content(tmp_path / "here")
+
+
+def test_a_crash_is_a_failure_and_the_worker_lives(workers):
+    with Cluster(workers.scheduler_address, timeout=30) as cluster:
+        before = {*cluster._members.known}
+        failure = cluster.submit(fakes.abort).result()
+        assert isinstance(failure, Failure)
+        assert (failure.stage, failure.reason) == ("verify 12", "aborted (SIGABRT)")
+        assert failure.log[-1] == "GGML_ASSERT(n_tokens <= n_batch) failed"
+        assert cluster.submit(fakes.hang, timeout=0.5).result().reason == "no answer within 0.5 s"
+        with pytest.raises(BadInput, match="shorten it"):
+            cluster.submit(fakes.bad_input).result()
+        assert cluster.submit(fakes.double, 4).result() == 8
+        assert {*cluster._members.known} == before
+
+
+def test_a_call_that_takes_every_worker_along_is_a_failure_in_the_end(workers):
+    with Cluster(workers.scheduler_address) as cluster:
+        failure = cluster.submit(fakes.takes_parent_along).result()
+        assert isinstance(failure, Failure)
+        assert failure.stage == "worker"
+        assert cluster.submit(fakes.double, 4).result() == 8
+
+
+def test_models_that_a_host_lacks_are_sent_once(tmp_path, tiny_models, workers, monkeypatch):
+    sent: list[str] = []
+    model = tiny_models("llama", "Q4_K_M")
+    monkeypatch.chdir(tmp_path)  # which is not the directory of the workers
+    os.symlink(model, "only-here.gguf")
+    monkeypatch.setattr(files, "PIECE", 10_000)
+    with Cluster(workers.scheduler_address, note=sent.append) as cluster:
+        places = [cluster.submit(str, "only-here.gguf") for _ in range(4)]
+        (place,) = {future.result() for future in places}
+    assert Path(place).read_bytes() == model.read_bytes()
+    assert place != "only-here.gguf"
+    assert len(sent) == 1
+
+
+def test_a_map_to_a_missing_or_another_model_names_the_worker(tmp_path, tiny_models, workers):
+    here, there = tiny_models("llama", "Q4_K_M"), tmp_path / "there"
+    there.mkdir()
+    maps = ((str(here.parent), str(there)),)
+    with Cluster(workers.scheduler_address, maps=maps) as cluster:
+        with pytest.raises(BadInput, match=rf"^worker tcp://\S+ {there}/\S+ does not exist"):
+            cluster.submit(str, str(here)).result()
+        (there / here.name).write_bytes(b"GGUF")
+        with pytest.raises(BadInput, match=rf"^worker tcp://\S+ {there}/\S+ is another file than"):
+            cluster.submit(str, str(here)).result()
+
+
+def test_a_worker_with_another_version_is_refused(workers, monkeypatch):
+    monkeypatch.setattr(node, "versions", lambda: {"specbisect": "0.0.1"})
+    with pytest.raises(
+        BadInput, match=r"^worker tcp://\S+ has specbisect .* and this machine 0.0.1"
+    ):
+        Cluster(workers.scheduler_address)
+
+
+def test_more_resources_than_any_worker_has_are_refused(workers):
+    with pytest.raises(BadInput, match="no worker of .* can take a call with GPU=4"):
+        Cluster(workers.scheduler_address, resources={"GPU": 4})
+
+
+def test_a_scheduler_without_workers_is_refused(monkeypatch):
+    monkeypatch.setattr(client, "CONNECT_S", 1.0)
+    with (
+        LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as empty,
+        pytest.raises(BadInput, match="has no worker"),
+    ):
+        Cluster(empty.scheduler_address)
