@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from specbisect.cell import CASE, Case, Cell, DraftModel, Model, Prompt, Scripted
+from specbisect.cell import AXES, CASE, Case, Cell, DraftModel, Model, Prompt, Scripted
 from specbisect.compare import compare
 from specbisect.diagnose.conclusion import Options
 from specbisect.diagnose.finding import Finding
@@ -219,3 +219,58 @@ def test_interrupted_it_prints_the_best_so_far(
     assert narrowed["reason"] == "interrupted"
     assert narrowed["minimal"]["label"] == "verification"
     assert "goes on from there" in err
+
+
+TWELVE = {
+    "n_batch": 1024,
+    "n_ubatch": 128,
+    "n_ctx": 4096,
+    "n_threads": 1,
+    "n_threads_batch": 2,
+    "flash_attn": "on",
+    "type_k": "q8_0",
+    "type_v": "bf16",
+    "swa_full": True,
+    "kv_unified": True,
+    "op_offload": False,
+    "seed": 7,
+}
+STORY = (
+    "The harbour master kept a ledger of every ship that came in during the winter. Each line held a name, a port of "
+    "origin, a cargo and a remark. The remarks were short at first, and then they grew longer.\n"
+)
+"""About 42 tokens."""
+
+
+@pytest.mark.network
+def test_a_natural_fork_with_a_dozen_settings_comes_down_to_one_batch_of_a_short_prompt(
+    ladder: Callable[[str], Path],
+) -> None:
+    target, draft, base = (ladder(quant) for quant in ("Q4_K_M", "Q2_K", "BF16"))
+    cell = Cell(model(target), DraftModel(model(draft), n_max=7), n_predict=200, **TWELVE)
+    case = Case(cell, Prompt("story", STORY * 7))
+    with Workers(1, timeout=1800) as workers:
+        vanilla, speculative = (workers.submit(run_arm, c).result() for c in (case.vanilla, case))
+        if compare(vanilla, speculative).fork is None:
+            pytest.skip("on this machine the width makes no difference in 200 tokens")
+        finding = workers.submit(
+            examine_case, case, vanilla, speculative, Options(reference="")
+        ).result()
+        assert isinstance(finding, Finding)
+        assert len(vanilla.prompt_ids) > 280
+        found = narrow(finding, workers, Request(trials=150, base=base))
+
+    narrowed = found.narrowed
+    cell = narrowed.minimal.case.cell
+    assert found.holds
+    assert narrowed.proved_minimal
+    assert narrowed.trials <= 150
+    assert narrowed.counters.decoded_tokens <= 15 * narrowed.original_decoded
+    assert len(narrowed.minimal.case.prompt.ids or ()) <= 8
+    left = {n for n in TWELVE if getattr(cell, n) != AXES[n].default}
+    assert left <= {
+        n.axis for n in narrowed.neighbours if n.shows == "none"
+    }  # what is left matters
+    assert len(left) <= 2
+    assert cell.width == min(w.width for w in narrowed.widths if w.shows == finding.label)
+    assert narrowed.tensors is None or narrowed.tensors.alone == finding.label

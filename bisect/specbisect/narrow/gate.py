@@ -170,6 +170,10 @@ class Gate:
         """What the best candidate showed."""
         return self._known[self.best.key]
 
+    def known(self, candidate: Candidate) -> Seen | None:
+        """What `candidate` showed, if it has been tried."""
+        return self._known.get(candidate.key)
+
     def consider(self, candidate: Candidate) -> Outcome:
         """Whether `candidate` still shows what is wanted; if so and it is simpler, it is the best from now on.
 

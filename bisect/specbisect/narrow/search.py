@@ -86,10 +86,10 @@ class Search:
         another text to show it, and a prompt of few tokens is as good as another: the original one has plenty.
         """
         outcome = self.gate.consider(candidate)
-        if outcome is Outcome.STILL:
+        seen, length = self.gate.known(candidate), len(candidate.prompt)
+        if outcome is Outcome.STILL or seen is None or length > SHORT:
             return outcome
-        seen, length = self.gate.observe(candidate), len(candidate.prompt)
-        if length > SHORT or not (seen.departs or seen.label == self.wanted.label):
+        if not (seen.departs or seen.label == self.wanted.label):
             return outcome
         again = (candidate.but(prompt=ids) for ids in self.prompts(length, OTHERS))
         return Outcome.STILL if self.first(again) else outcome
