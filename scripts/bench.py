@@ -19,6 +19,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+import bench_growth
 import fetch_model
 from specbisect.cell import Case, Cell, Model, Prompt
 from specbisect.engines.libllama import LibLlama
@@ -132,7 +133,17 @@ def demo(threads: int) -> Iterator[Measurement]:
     yield Measurement("demo", "model loads", counters["model_loads"], ceiling=len(targets) + 1)
 
 
-SECTIONS = {"vanilla": vanilla, "demo": demo}
+def growth(threads: int) -> Iterator[Measurement]:
+    """What a run costs around its engine, by its size."""
+    return (Measurement("growth", *found) for found in bench_growth.growth(threads))
+
+
+def dask(threads: int) -> Iterator[Measurement]:
+    """A run on local Dask workers, against one in child processes."""
+    return (Measurement("dask", *found) for found in bench_growth.dask(threads))
+
+
+SECTIONS = {"vanilla": vanilla, "demo": demo, "growth": growth, "dask": dask}
 
 
 def main() -> int:
