@@ -3,10 +3,11 @@
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -223,3 +224,48 @@ def test_a_scheduler_without_workers_is_refused(monkeypatch):
         pytest.raises(BadInput, match="has no worker"),
     ):
         Cluster(empty.scheduler_address)
+
+
+@contextmanager
+def scheduler_and_worker(address: str):
+    """A scheduler and a worker as people start them."""
+    python = [sys.executable, "-m"]
+    port = address.rpartition(":")[2]
+    lines = (
+        ["distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard"],
+        ["distributed.cli.dask_worker", address, "--nthreads", "1", "--no-dashboard"],
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen([*python, *line], env=env, stderr=subprocess.DEVNULL) for line in lines
+    ]
+    try:
+        yield
+    finally:
+        for process in reversed(started):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
+
+
+def test_a_run_outlives_its_scheduler(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "CONNECT_S", 20.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    plan = 1, 2, ("",) * 3
+    with Store.create(tmp_path / "here", "plan", {}) as store, Workers(1) as processes:
+        run(fakes.plan(*plan), store, processes, call=fakes.arm)
+    with ExitStack() as stack:
+        with scheduler_and_worker(address):
+            cluster = stack.enter_context(Cluster(address))
+            store = stack.enter_context(Store.create(tmp_path / "there", "plan", {}))
+            calls = [cluster.submit(fakes.slower_arm, case) for case in fakes.plan(*plan)]
+            calls[0].result(60)
+        with scheduler_and_worker(address):
+            results = [call.result(120) for call in calls]
+            assert results == [fakes.arm(case) for case in fakes.plan(*plan)]
+            assert run(fakes.plan(*plan), store, cluster, call=fakes.arm).failures == 0
+            stack.close()
+    assert fakes.content(tmp_path / "there") == fakes.content(tmp_path / "here")

@@ -43,6 +43,10 @@ class Lost(Exception):
     """The worker of a call is gone, or nobody knows any more what became of it."""
 
 
+_LOSSES = (Lost, CancelledError, asyncio.CancelledError, KilledWorker, CommClosedError, OSError)
+"""What Dask raises when something between here and a worker is lost."""
+
+
 @dataclass(slots=True)
 class Worker:
     """A worker of the cluster; `host_class` is empty until it has described itself."""
@@ -257,9 +261,11 @@ class Cluster:
                         raise Lost from None
                     if self._stop.is_set():
                         raise CancelledError from None
-        except (CancelledError, asyncio.CancelledError, KilledWorker, CommClosedError, OSError):
+        except (Exception, asyncio.CancelledError) as error:
             if self._stop.is_set():
                 raise CancelledError from None
+            if client.status == "running" and not isinstance(error, _LOSSES):
+                raise
             self._stop.wait(_POLL_S)  # lets the watch see who is gone
             raise Lost from None
         finally:
@@ -336,10 +342,15 @@ class Cluster:
         while not self._stop.wait(_POLL_S):
             try:
                 if self._client.status == "closed":
+                    self._forget()
                     self._client = self._connect()
                 self._look()
             except Exception as error:  # whatever it is, a run without a watch would wait for ever
                 self._judge(BadInput(str(error)))
+
+    def _forget(self) -> None:
+        with self._members.changed:
+            self._members.known.clear()
 
     def _judge(self, reason: BadInput) -> None:
         with self._members.changed:
