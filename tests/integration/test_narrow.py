@@ -235,11 +235,22 @@ TWELVE = {
     "op_offload": False,
     "seed": 7,
 }
-STORY = (
-    "The harbour master kept a ledger of every ship that came in during the winter. Each line held a name, a port of "
-    "origin, a cargo and a remark. The remarks were short at first, and then they grew longer.\n"
-)
-"""About 42 tokens."""
+STORY = """\
+The harbour master kept a ledger of every ship that came in during the winter of 1893. Each line held a name, a port \
+of origin, a cargo and a remark. The remarks were short at first. The Eleanor came from Bristol with coal and a broken \
+mast. The Saint Anne came from Nantes with wine and a quarrelsome crew. The Margarethe came from Hamburg with machine \
+parts that nobody had ordered.
+
+In January the remarks grew longer. The harbour master began to write down what the captains told him over supper: how \
+the ice had closed behind them, how the lamps of a town that was on no chart had burned all night on the western \
+shore, how a dog had been found on a drifting boat and would not leave it. He wrote these things in the same neat hand \
+as the weights and the tariffs, and he added them up at the end of the page as if they were numbers.
+
+When the inspector came in spring he read the ledger from the first line to the last. It took him two days. Then he \
+asked the harbour master a single question, and the harbour master answered it at once, without looking up from his \
+pen. The inspector closed the book, put on his hat and said that in thirty years of service he had never seen accounts \
+so complete. Continue the story, and explain what the question was and why the answer satisfied him. Write at least \
+three paragraphs, and let the dog have the last word."""
 
 
 @pytest.mark.network
@@ -248,7 +259,7 @@ def test_a_natural_fork_with_a_dozen_settings_comes_down_to_one_batch_of_a_short
 ) -> None:
     target, draft, base = (ladder(quant) for quant in ("Q4_K_M", "Q2_K", "BF16"))
     cell = Cell(model(target), DraftModel(model(draft), n_max=7), n_predict=200, **TWELVE)
-    case = Case(cell, Prompt("story", STORY * 7))
+    case = Case(cell, Prompt("story", STORY))
     with Workers(1, timeout=1800) as workers:
         vanilla, speculative = (workers.submit(run_arm, c).result() for c in (case.vanilla, case))
         if compare(vanilla, speculative).fork is None:

@@ -411,6 +411,13 @@ def test_what_shows_by_luck_in_some_texts_is_followed_through_others(seed: int) 
     assert len(gate.best.prompt) == 1
 
 
+def test_every_precision_is_tried_and_told() -> None:
+    search, _ = narrow(original(0), Planted(RULES["Q6_K and Q4_K_M, but not between them"].rule))
+    shown = {p.type: p.shows for p in search.precisions}
+    assert {t for t, s in shown.items() if s == "batch-width"} == {"Q4_K_M", "Q6_K"}
+    assert {t for t, s in shown.items() if s == "none"} == {"Q5_K_M", "Q8_0", "F16", "BF16"}
+
+
 def test_nothing_starts_with_a_case_that_does_not_show_it() -> None:
     planted = Planted(lambda b: False)
     with pytest.raises(NotReproduced, match="the case now shows none"):

@@ -169,6 +169,11 @@ def render(found: "Narrowed") -> Iterator[str]:
         yield tabulate(
             steps, ["stage", "part", "before", "after", "trials"], maxcolwidths=[None, None, 30, 30]
         )
+    if len(found.precisions) > 1:
+        yield tabulate(
+            [[_mark(p.shows, minimal.label) for p in found.precisions]],
+            [p.type for p in found.precisions],
+        )
     if found.widths:
         yield tabulate(
             [[_mark(w.shows, minimal.label) for w in found.widths]],

@@ -61,6 +61,13 @@ class Width(_Part):
     shows: Shown
 
 
+class Precision(_Part):
+    """What was shown when the target had the file type `type`, nothing else being changed."""
+
+    type: str
+    shows: Shown
+
+
 class Tensors(_Part):
     """The tensors that must stay quantised, and the two runs that make them the cause.
 
@@ -87,9 +94,10 @@ class Tensors(_Part):
 class Narrowed(BaseModel):
     """From a case to the smallest one with the same label.
 
-    `steps` are in the order in which they were made. `interactions` are axes that show it only together.
-    `proved_minimal` is true only when the search ran to its end; `reason` says why it stopped. `counters` is what all
-    `trials` cost, `original_decoded` the tokens that both arms of the original case decode, for comparison.
+    `steps` are in the order in which they were made. `precisions` are the original type and all finer ones that were
+    tried. `interactions` are axes that show it only together. `proved_minimal` is true only when every stage was tried
+    on the minimal case in vain; `reason` says why the search stopped before its end. `counters` is what all `trials`
+    cost, `original_decoded` the tokens that both arms of the original case decode, for comparison.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
@@ -103,6 +111,7 @@ class Narrowed(BaseModel):
     irrelevant: tuple[Irrelevant, ...] = ()
     neighbours: tuple[Neighbour, ...] = ()
     widths: tuple[Width, ...] = ()
+    precisions: tuple[Precision, ...] = ()
     interactions: tuple[tuple[str, ...], ...] = ()
     tensors: Tensors | None = None
     proved_minimal: bool = False

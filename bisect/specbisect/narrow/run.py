@@ -181,6 +181,7 @@ def _narrowed(finding: Finding, search: Search, ending: Ending, trials: Trials) 
         irrelevant=explain.irrelevant(search),
         neighbours=ending.neighbours,
         widths=ending.widths,
+        precisions=search.precisions,
         interactions=search.interactions,
         tensors=search.tensors,
         proved_minimal=ending.proved,

@@ -8,7 +8,7 @@ from typing import TypeVar
 from specbisect.narrow.candidate import Candidate, Drafts, Weights
 from specbisect.narrow.ddmin import Cut, Minimised, Outcome, OutOfBudget, Reason, ddmin
 from specbisect.narrow.gate import Gate, Wanted
-from specbisect.narrow.result import Step, Tensors
+from specbisect.narrow.result import Precision, Step, Tensors
 from specbisect.narrow.weights import Ladder
 
 T = TypeVar("T", bound=Hashable)
@@ -43,6 +43,7 @@ class Search:
     ladder: Ladder | None = None
     mixing: tuple[Weights, Weights] | None = None
     steps: list[Step] = field(default_factory=list)
+    precisions: tuple[Precision, ...] = ()
     interactions: tuple[tuple[str, ...], ...] = ()
     tensors: Tensors | None = None
 

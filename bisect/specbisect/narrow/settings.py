@@ -5,6 +5,7 @@ from typing import Any
 from specbisect.cell import AXES, Axis
 from specbisect.narrow.candidate import Candidate, Weights, in_width
 from specbisect.narrow.ddmin import Outcome
+from specbisect.narrow.result import Precision
 from specbisect.narrow.search import Search
 from specbisect.narrow.weights import Ladder
 
@@ -16,7 +17,12 @@ def precision(search: Search) -> None:
         return
     with search.step("precision", "target", lambda c: c.weights.type):
         rungs = [search.best.but(target=rung) for rung in search.ladder.above(weights)]
-        search.gate.observe_all(rungs)
+        seen = search.gate.observe_all([search.best, *rungs])
+        types = [weights.type, *(rung.weights.type for rung in rungs)]
+        if not search.precisions:
+            search.precisions = tuple(
+                Precision(type=t, shows=s.label) for t, s in zip(types, seen, strict=True)
+            )
         search.first(reversed(rungs))
 
 
