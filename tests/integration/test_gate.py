@@ -224,6 +224,35 @@ def test_results_of_another_library_are_not_taken_for_this_ones(
     assert run(f"{GATE} --fresh")[0] == 3
 
 
+def test_drafters_under_load(
+    run: Run,
+    place: Path,
+    tiny_models: Callable[..., Path],
+    llama_server: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(binary.VARIABLE, str(llama_server))
+    for name, model in (("target", tiny_models()), ("draft", tiny_models(noise=0.1))):
+        (place / f"{name}.gguf").unlink()
+        (place / f"{name}.gguf").symlink_to(model)
+    code, out, err = run("cost matrix.toml --rounds 1 --parallel 1,2 --rate 20 --limit 60 --json")
+    assert code == 0, err
+    loads = json.loads(out)["loads"]
+    shown = [(x["slots"], x["arm"]["drafter"] is not None) for x in loads]
+    assert shown == [(n, drafts) for n in (1, 2) for drafts in (False, True, False)]
+    for one in loads:
+        assert (one["requests"], one["refusals"]) == (len(PROMPTS), [])
+        assert one["arm"]["engine"] == "server"
+        assert one["tokens_per_s"] > 0
+        assert one["first_s"] == sorted(one["first_s"])
+        assert all(a <= b for a, b in zip(one["first_s"], one["done_s"], strict=True))
+        assert one["goodput"] > 0
+
+    code, out, _ = run("cost matrix.toml --rounds 1 --parallel 1")
+    assert code == 0
+    assert "under load, 50/95/99 % in ms" in out
+
+
 @pytest.fixture
 def server(llama_server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
     monkeypatch.setenv(binary.VARIABLE, str(llama_server))

@@ -1,17 +1,30 @@
 """``specbisect cost``: is this drafter worth running at all?"""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specbisect.cli import options, output, release
+from specbisect.errors import BadInput
 
 if TYPE_CHECKING:
     from specbisect.cli.run import Execution
+    from specbisect.gate import load
     from specbisect.gate.study import Costs, Study
     from specbisect.matrix import Overrides, Plan
     from specbisect.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be measured, how often, and at which price of an hour."""
+
+    rounds: int
+    price: float | None
+    load: "load.Asked | None"
 
 
 @click.command("cost")
@@ -29,6 +42,23 @@ if TYPE_CHECKING:
     metavar="PER_HOUR",
     help="What an hour of this machine costs, for a price per million tokens.",
 )
+@options.listed(
+    "--parallel",
+    metavar="SLOTS",
+    help="Also measure llama-server under load, with so many slots, such as 1,2,4.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="PER_SECOND",
+    help="Requests a second under load.  [default: 70 % of what one vanilla slot gets done]",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Time within which a request must be done to count as goodput.",
+)
 @release.shared
 @release.force
 @options.as_json
@@ -37,8 +67,6 @@ def command(
     file: str,
     overrides: "Overrides",
     directory: Path | None,
-    rounds: int,
-    price: float | None,
     force: bool,
     as_json: bool,
     **how: Any,
@@ -57,8 +85,9 @@ def command(
     from specbisect.matrix import find, load
 
     path = find(file)
+    asked = Asked(how.pop("rounds"), how.pop("price"), _load(how))
     execution = Execution(directory or RUNS / path.stem, **how)
-    costs = study(load(path, overrides), execution, rounds=rounds, price=price, force=force)
+    costs = study(load(path, overrides), execution, asked, force=force)
     if as_json:
         output.emit(worth.document(costs))
     else:
@@ -66,10 +95,21 @@ def command(
     return costs
 
 
-def study(
-    plan: "Plan", how: "Execution", *, rounds: int, price: float | None, force: bool
-) -> "Costs":
-    """Run and diagnose `plan`, then time it."""
+def _load(how: dict[str, Any]) -> "load.Asked | None":
+    from specbisect.gate import load
+
+    slots, rate, limit = (how.pop(name) for name in ("parallel", "rate", "limit"))
+    if not slots:
+        if rate or limit:
+            raise BadInput("--rate and --limit are about load; give the slots with --parallel")
+        return None
+    if not all(word.isdecimal() and int(word) for word in slots):
+        raise BadInput(f"--parallel {','.join(slots)}: give numbers of slots, such as 1,2,4")
+    return load.Asked(tuple(map(int, slots)), rate, limit)
+
+
+def study(plan: "Plan", how: "Execution", asked: Asked, *, force: bool) -> "Costs":
+    """Run and diagnose `plan`, then time it, then put a server under load if that is asked for."""
     from specbisect.cli.diagnose import diagnose
     from specbisect.cli.run import make, run_cases
     from specbisect.gate import decision
@@ -78,6 +118,8 @@ def study(
     from specbisect.gate.study import Costs, studies
 
     found = studies(plan)
+    if asked.load:
+        _check_served(plan, asked.load)
     ready = release.ready(plan, force=force)
     make(ready.files)
     with release.opened(plan, how, identify(plan)) as store:
@@ -85,16 +127,41 @@ def study(
         if any(row.outcome not in ("failed", "invalid") for row in store.rows()):
             diagnose(store, jobs=how.jobs, timeout=how.timeout)
         for one in found:
-            _measure(one, plan, rounds, store, how)
+            _measure(one, plan, asked.rounds, store, how)
         cases = list(judge(store, store.rows()))
         return Costs(
             tuple(found),
             decision.barred(cases),
             decision.bit_identical(store, cases),
-            rounds,
-            price,
+            asked.rounds,
+            asked.price,
             tuple(map(str, ready.forced)),
+            tuple(_loads(plan, asked.load)) if asked.load else (),
         )
+
+
+def _check_served(plan: "Plan", asked: "load.Asked") -> None:
+    """Raise `BadInput` when there is no llama-server, or when it cannot run a cell."""
+    from specbisect.engines.server import binary
+    from specbisect.gate.load import served
+
+    binary.find()
+    for cell in plan.cells():
+        served(cell, max(asked.slots))
+
+
+def _loads(plan: "Plan", asked: "load.Asked") -> "Iterator[load.Load]":
+    from tqdm import tqdm
+
+    from specbisect.gate.load import loads
+
+    groups = list(plan.groups())
+    total = len(asked.slots) * sum(len(cells) + 2 for cells in groups)
+    with tqdm(total=total, unit="load", disable=None) as bar:
+        for cells in groups:
+            for one in loads(cells, plan.prompts, asked):
+                yield one
+                bar.update()
 
 
 def _measure(one: "Study", plan: "Plan", rounds: int, store: "Store", how: "Execution") -> None:

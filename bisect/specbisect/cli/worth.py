@@ -1,6 +1,6 @@
 """What drafters are worth, as text and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,7 @@ from specbisect.cli.output import mebibytes
 from specbisect.cli.release import grid
 from specbisect.gate.cost import Interval, Worth
 from specbisect.gate.decision import EVERYTHING, Decision
+from specbisect.gate.load import PERCENTILES, Load
 from specbisect.gate.study import Costs, Study
 from specbisect.gate.timing import steps
 
@@ -27,6 +28,7 @@ def document(costs: Costs) -> dict[str, Any]:
         "price_per_hour": costs.price,
         "forced": costs.forced,
         "targets": [_study(study, costs) for study in costs.studies],
+        "loads": [asdict(load) | {"arm": load.arm.to_json()} for load in costs.loads],
     }
 
 
@@ -83,6 +85,8 @@ def plain(costs: Costs) -> str:
     parts = [f"! forced, and every result is marked: {text}" for text in costs.forced]
     for study in costs.studies:
         parts += _sections(study, costs)
+    if costs.loads:
+        parts.append(_loads(costs.loads))
     return "\n\n".join(parts)
 
 
@@ -177,3 +181,25 @@ def _arms(study: Study, names: dict[Cell, str], costs: Costs) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{1000 * seconds:.0f}"
+
+
+def _loads(loads: Sequence[Load]) -> str:
+    """Percentiles of the times of requests that arrive whether or not others are done."""
+    naming = Naming(load.arm for load in loads if load.arm.drafter)
+    lines = []
+    for load in loads:
+        words = naming.drafter(load.arm) if load.arm.drafter else ("vanilla",)
+        quant = load.arm.target.quant
+        lines.append([quant, str(load.slots), " ".join(words), *_percentiles(load), *_rest(load)])
+    heads = ["target", "slots", "arm", "first token", "gap", "done", "goodput", "refused"]
+    return f"under load, {'/'.join(map(str, PERCENTILES))} % in ms\n{grid(lines, heads)}"
+
+
+def _percentiles(load: Load) -> list[str]:
+    times = (load.first_s, load.gap_s, load.done_s)
+    return ["/".join(_ms(seconds) for seconds in values) or "–" for values in times]
+
+
+def _rest(load: Load) -> list[str]:
+    goodput = "–" if load.goodput is None else f"{load.goodput:.2f}/s"
+    return [goodput, f"{len(load.refusals)}/{load.requests}"]

@@ -9,6 +9,7 @@ from specbisect.cell import Case, Cell, Prompt, digest
 from specbisect.errors import BadInput
 from specbisect.gate.cost import Arm, Paired, Spent
 from specbisect.gate.decision import EVERYTHING, Candidate, Decision, candidates, decide, deepest
+from specbisect.gate.load import Load
 from specbisect.gate.timing import Footprint, Measured, WidthCost, measure, warm_up, width_costs
 from specbisect.gate.timing import footprint as footprint_of
 from specbisect.matrix import Plan
@@ -76,6 +77,7 @@ class Costs:
     """Every study of a run, with what the run has found out about the same cells.
 
     `barred` says why a cell's drafter must not run, `identical` whether it changes no bit; `price` is that of an hour.
+    `loads` are those that a server was put under, if it was.
     """
 
     studies: tuple[Study, ...]
@@ -84,12 +86,14 @@ class Costs:
     rounds: int
     price: float | None
     forced: tuple[str, ...]
+    loads: tuple[Load, ...] = ()
 
     @property
     def exit_code(self) -> int:
         """3 when an arm failed or nothing could be timed; else 0, whatever the drafters are worth."""
         complete = all(study.pairs and not study.failures for study in self.studies)
-        return 0 if complete and self.studies else 3
+        refused = any(load.refusals for load in self.loads)
+        return 0 if complete and self.studies and not refused else 3
 
 
 def studies(plan: Plan) -> list[Study]:

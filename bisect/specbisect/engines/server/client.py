@@ -151,12 +151,17 @@ class Client:
     def stream(self, cell: Cell, prompt: Sequence[int]) -> Iterator[int]:
         """A greedy completion of `prompt` as it comes: each time, how many tokens came.
 
-        Raises `Refused` when the server will not have it, `EngineFault` when it fails.
+        The server keeps back what is no whole character yet; such tokens are counted with the last ones. Raises
+        `Refused` when the server will not have it, `EngineFault` when it fails.
         """
         body = _request(cell, [prompt]) | {"stream": True}
+        once = {
+            "Connection": "close"
+        }  # the server may close what was used for a stream at any moment
+        counted = 0
         with (
             _faults("/completion", self.seconds),
-            self._http.stream("POST", "/completion", json=body) as response,
+            self._http.stream("POST", "/completion", json=body, headers=once) as response,
         ):
             if response.is_error:
                 response.read()
@@ -166,7 +171,12 @@ class Client:
                 if name == "error":
                     raise EngineFault(STAGE, f"/completion ended with an error: {_line(data)}")
                 if name == "data":
-                    yield len(json.loads(data).get("tokens", ()))
+                    event = json.loads(data)
+                    count = len(event.get("tokens", ()))
+                    if event.get("stop"):
+                        count = event["tokens_predicted"] - counted
+                    counted += count
+                    yield count
 
     def _send(self, method: str, path: str, body: Any) -> httpx.Response:
         with _faults(path, self.seconds):
