@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from xml.etree import ElementTree as ET
 
 from specbisect.cell import drafter_label
-from specbisect.gate.causes import Judged
+from specbisect.gate.causes import UNTESTED, Judged
 from specbisect.gate.verdict import Check, GateVerdict
 
 _KINDS = ("failure", "error", "skipped")
@@ -50,7 +50,8 @@ def _case(case: Judged, verdict: GateVerdict) -> ET.Element:
     if case.cause in ("failed", "invalid"):
         _result(made, "error", case.cause, case.summary, text)
     elif state == "inconclusive":
-        _result(made, "skipped", case.cause, f"{case.cause}: {check.said}", text)
+        why = case.summary if case.cause in UNTESTED else check.said
+        _result(made, "skipped", case.cause, f"{case.cause}: {why}", text)
     elif state == "fail":
         _result(made, "failure", case.cause, f"{case.cause}: {case.summary}", text)
     elif case.departs:

@@ -107,7 +107,7 @@ def _tokens(cell: Cell, cases: Sequence[Judged], policy: Policy) -> Iterator[Che
         yield Check("tokens", cell, "agreement", "pass", said, _keys(agreeing))
     for cause in UNTESTED:
         if untested := [case for case in cases if case.cause == cause]:
-            said = f"{len(untested)} of {_prompts(len(cases))} {cause}: {untested[0].summary}"
+            said = f"{len(untested)} of {_prompts(len(cases))} {cause}"
             state: State = "inconclusive"
             exercised = 1 - len(untested) / len(cases)
             if cause == UNEXERCISED and exercised >= max(policy.min_exercised, 1 / len(cases)):
