@@ -100,7 +100,11 @@ def _incomparable(vanilla: Trace, speculative: Trace) -> str:
     for trace in (vanilla, speculative):
         if trace.unhonoured:
             return f"{trace.arm} arm: not honoured: {', '.join(trace.unhonoured)}"
-    if vanilla.host_class != speculative.host_class and vanilla.host_class and speculative.host_class:
+    if (
+        vanilla.host_class != speculative.host_class
+        and vanilla.host_class
+        and speculative.host_class
+    ):
         return "the arms ran on hosts that compute different bits"
     a, b = (t.provenance.get("target", {}).get("sha256") for t in (vanilla, speculative))
     if a != b:

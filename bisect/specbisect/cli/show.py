@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     metavar="ID",
     help="One case, by the beginning of its id: both texts around the fork, tokens, settings.",
 )
+@click.option("--acceptance", is_flag=True, help="Acceptance by draft position and prompt group.")
 @options.listed("--quant", metavar="TYPE", help="Only these quantisations.")
 @options.listed("--drafter", metavar="METHOD", help="Only these methods of drafting.")
 @options.listed("--outcome", metavar="OUTCOME", help=f"Only these: {', '.join(get_args(Outcome))}.")
@@ -35,6 +36,7 @@ def command(
     directory: Path,
     each: bool,
     key: str | None,
+    acceptance: bool,
     as_json: bool,
     only: str | None,
     **filters: tuple[str, ...],
@@ -51,8 +53,10 @@ def command(
             _show_case(store, key, as_json)
             return
         rows = _filtered(store, only, **filters)
-        if not as_json and not rows and any(True for _ in store.rows()):
+        if not as_json and not rows and store.count():
             output.note("no finished case fits; leave out a filter")
+        elif acceptance:
+            _show_acceptance(store, rows, as_json)
         elif as_json:
             from specbisect.cli.document import document
 
@@ -60,6 +64,17 @@ def command(
         else:
             print_rows(rows, each=each)
             suggest(store, rows, directory)
+
+
+def _show_acceptance(store: "Store", rows: "Sequence[Row]", as_json: bool) -> None:
+    from specbisect.cli.acceptance import documents, table
+    from specbisect.gate.acceptance import by_group
+
+    found = by_group(store, rows)
+    if as_json:
+        output.emit(list(documents(found)))
+    else:
+        click.echo(table(found))
 
 
 def _show_case(store: "Store", key: str, as_json: bool) -> None:
@@ -129,7 +144,7 @@ def print_rows(rows: "Sequence[Row]", *, each: bool = False) -> None:
 
 def suggest(store: "Store", rows: "Sequence[Row]", directory: Path) -> None:
     """Say what is left to run, and what to look at next."""
-    matrix, done = store.matrix(), sum(1 for _ in store.rows())
+    matrix, done = store.matrix(), store.count()
     planned = matrix["counts"]["cells"] * len(matrix["prompts"]["ids"])
     if done < planned:
         output.note(f"{done} of {planned} cases have finished; `specbisect run` goes on.")

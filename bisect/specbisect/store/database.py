@@ -22,7 +22,7 @@ from specbisect.cell import Case, Cell, Prompt, digest, drafter_label
 from specbisect.compare import Outcome, Verdict
 from specbisect.errors import BadInput
 from specbisect.store import directory, schema
-from specbisect.store.schema import COLUMNS, Row, Totals, TrialRecord
+from specbisect.store.schema import COLUMNS, LATEST, Row, Totals, TrialRecord
 from specbisect.trace import ArmResult, Counters, Failure, Trace
 
 _LEVEL = 1  # most of a trace is hexadecimal noise, on which higher levels spend time for nothing
@@ -244,6 +244,11 @@ class Store:
         with directory.faults(self.path):
             return Case(_CELL.validate_json(cell), _PROMPT.validate_json(prompt))
 
+    def count(self) -> int:
+        """How many cases have finished."""
+        (found,) = self._one("SELECT count(*) FROM cases")
+        return int(found)
+
     def rows(self, **equal: object) -> Iterator[Row]:
         """Finished cases in the order of the plan; `equal` names columns of `Row` and the value each must have.
 
@@ -258,7 +263,8 @@ class Store:
         cells: dict[str, Cell] = {}
         settings: dict[str | None, Mapping[str, Any]] = {None: {}}
         for *shown, cell, resolved in self._rows(
-            f"SELECT {', '.join(COLUMNS.values())} FROM cases{condition} ORDER BY ordinal", *values
+            f"SELECT {', '.join(COLUMNS.values())} FROM cases {LATEST}{condition} ORDER BY ordinal",
+            *values,
         ):
             if cell not in cells:
                 with directory.faults(self.path):
@@ -384,7 +390,7 @@ class Store:
         (stored,) = self._one("SELECT value FROM meta WHERE name = 'plan'")
         if stored == plan:
             return
-        (count,) = self._one("SELECT count(*) FROM cases")
+        count = self.count()
         old = json.loads((self.path / directory.MATRIX).read_text())
         changes = list(directory.differences(old, json.loads(json.dumps(resolved))))
         more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []

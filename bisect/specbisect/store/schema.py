@@ -53,10 +53,16 @@ CREATE TABLE trials (
 """
 
 
+LATEST = (
+    "LEFT JOIN findings AS latest"
+    " ON latest.rowid = (SELECT max(rowid) FROM findings WHERE case_key = cases.key)"
+)
+"""Joins every case with its latest finding, if it has one."""
+
+
 def _of_finding(name: str) -> str:
     """SQL for a field of a case's latest finding."""
-    latest = "FROM findings WHERE case_key = cases.key ORDER BY rowid DESC LIMIT 1"
-    return f"(SELECT json_extract(json, '$.{name}') {latest})"
+    return f"json_extract(latest.json, '$.{name}')"
 
 
 @dataclass(frozen=True, slots=True)
