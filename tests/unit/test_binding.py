@@ -194,7 +194,7 @@ def test_an_answer_ends_where_the_arrays_of_the_binding_do(
         there = libllama.run(
             in_libllama(Case(cell(drafter=drafter, n_ctx=250, n_predict=100), prompt))
         )
-        assert (there.finish, len(there.ids)) == ("context", 17)
+        assert (there.finish, len(there.ids)) == ("context", 16)  # it leaves one place free
         assert there.unhonoured == ()
 
 

@@ -269,7 +269,7 @@ def _generate(llama: Watched, prompt: Sequence[int], recorder: Recorder) -> list
         logits_processor=_barring(recorder.banned),
     )
     last = len(prompt) - 1
-    while recorder.finish is None and (not recorder.ids or recorder.fits(last)):
+    while recorder.finish is None and (not recorder.ids or recorder.fits(last, spare=0)):
         number = len(recorder.ids)
         if number and llama.draft_model is None:
             stage.report(f"decode {number}")

@@ -86,9 +86,9 @@ class Recorder:
         elif len(self.ids) >= self.n_predict:
             self.finish = "length"
 
-    def fits(self, position: int) -> bool:
-        """Whether the context has room for a token at `position` and, as llama-server wants, for one more."""
-        if position + 1 >= self.place.n_ctx_seq:
+    def fits(self, position: int, spare: int = 1) -> bool:
+        """Whether the context has room for a token at `position` and for `spare` more: llama-server wants one."""
+        if position + spare >= self.place.n_ctx_seq:
             self.finish = "context"
         return self.finish is None
 
