@@ -12,6 +12,7 @@ from specbisect.cli import options, output
 from specbisect.errors import BadInput, EngineFault
 
 if TYPE_CHECKING:
+    from specbisect.diagnose.finding import Finding
     from specbisect.store import Store
 
 FORMATS = ("html", "md", "json", "junit")
@@ -40,6 +41,11 @@ FORMATS = ("html", "md", "json", "junit")
     is_flag=True,
     help="Of a case: leave out the prompt's text and token ids, and write their SHA-256 instead.",
 )
+@click.option(
+    "--capsule",
+    is_flag=True,
+    help="Of a case: add the operation that departs first, as `specbisect capsule` takes it out.",
+)
 @options.as_json
 def command(
     *,
@@ -48,6 +54,7 @@ def command(
     target: Path,
     formats: tuple[str, ...],
     redact_prompt: bool,
+    capsule: bool,
     as_json: bool,
 ) -> None:
     """Write a report on the run in DIRECTORY: a page for the whole of it or, with --case, an issue to file.
@@ -62,11 +69,13 @@ def command(
         raise BadInput(
             "--format is for whole runs; with --case, leave it out: every file is written"
         )
+    if key is None and capsule:
+        raise BadInput("--capsule is for one case; add --case ID")
     if key is None and redact_prompt:
         raise BadInput("--redact-prompt is for one case; a report on a run shows no prompts")
     with Store.open(directory, readonly=True) as store:
         if key is not None:
-            paths = _of_case(store, key, target, redact_prompt)
+            paths = _of_case(store, key, target, redact_prompt=redact_prompt, capsule=capsule)
         else:
             paths = _of_run(store, target, formats or FORMATS[:1])
     if as_json:
@@ -75,16 +84,36 @@ def command(
         click.echo("\n".join(map(str, paths)))
 
 
-def _of_case(store: "Store", key: str, target: Path, redact_prompt: bool) -> list[Path]:
+def _of_case(
+    store: "Store", key: str, target: Path, *, redact_prompt: bool, capsule: bool
+) -> list[Path]:
     from specbisect.ops.evidence import annotated
     from specbisect.report import case, stored
 
     finding, narrowed = stored.latest(store, store.case(key).key)
     with suppress(EngineFault):  # the report says all the rest without the first departing node
-        finding = annotated(finding)
+        if narrowed is None:
+            finding = annotated(finding)
+        else:
+            narrowed = narrowed.model_copy(update={"minimal": annotated(narrowed.minimal)})
     created = datetime.now(UTC).isoformat(timespec="seconds")
     texts = case.files(finding, narrowed, created=created, redact_prompt=redact_prompt)
-    return case.write(target, texts)
+    paths = case.write(target, texts)
+    return paths + (_capsule(narrowed.minimal if narrowed else finding, target) if capsule else [])
+
+
+def _capsule(finding: "Finding", target: Path) -> list[Path]:
+    """The operation that departs first, taken out of the model, beside the report."""
+    from specbisect.cli.capsule import open_up
+    from specbisect.ops.evidence import KERNELS, spot_of
+
+    if finding.label not in KERNELS:
+        raise BadInput(
+            f"a case with cause {finding.label} has no operation to take out; leave out --capsule"
+        )
+    spot = spot_of(finding)
+    found = open_up(finding.case, spot, [len(spot.batch)], target, confirm=False)
+    return [] if found.program is None else [target / "capsule.gguf", found.program]
 
 
 def _of_run(store: "Store", target: Path, formats: Iterable[str]) -> list[Path]:
