@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from specbisect.cell import Cell
+from specbisect.cli.grid import grid
 from specbisect.cli.naming import Naming
-from specbisect.cli.release import grid
 from specbisect.gate.acceptance import Acceptance, total
 
 Counts = Mapping[tuple[Cell, str], Acceptance]

@@ -1,12 +1,11 @@
 """What `gate`, `lock` and `cost` have in common: a plan that may run, run and diagnosed to its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-import tabulate
 
 from specbisect.cli import options, output
 from specbisect.errors import BadInput
@@ -48,14 +47,6 @@ class Ready:
 
     files: "list[tuple[Recipe, int]]"
     forced: "tuple[Mismatch, ...]"
-
-
-tabulate.MIN_PADDING = 0  # its two more columns for each header would push tables past 80
-
-
-def grid(lines: Sequence[Sequence[str]], heads: Sequence[str], style: str = "simple") -> str:
-    """A table of texts."""
-    return tabulate.tabulate(lines, heads, tablefmt=style, disable_numparse=True)
 
 
 def ready(plan: "Plan", *, force: bool = False) -> Ready:

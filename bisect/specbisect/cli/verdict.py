@@ -7,9 +7,9 @@ from typing import Any
 from specbisect import __version__
 from specbisect.cell import Cell
 from specbisect.cli import acceptance
+from specbisect.cli.grid import grid
 from specbisect.cli.naming import Naming
 from specbisect.cli.output import printable
-from specbisect.cli.release import grid
 from specbisect.gate.acceptance import total
 from specbisect.gate.causes import UNTESTED, Judged
 from specbisect.gate.verdict import Check, GateVerdict, State

@@ -6,9 +6,9 @@ from typing import Any
 
 from specbisect import __version__
 from specbisect.cell import Cell
+from specbisect.cli.grid import grid
 from specbisect.cli.naming import Naming
 from specbisect.cli.output import mebibytes
-from specbisect.cli.release import grid
 from specbisect.gate.cost import Interval, Worth
 from specbisect.gate.decision import EVERYTHING, Decision
 from specbisect.gate.load import PERCENTILES, Load

@@ -84,13 +84,15 @@ class Search:
         """`Gate.consider`, and where that is lost by a hair, the same with other prompts as short.
 
         When rows differ and no token does, or the tokens differ for a neighbouring cause of the same label, it takes
-        another text to show it, and a prompt of few tokens is as good as another: the original one has plenty.
+        another text to show it, and a prompt of few tokens is as good as another: the original one has plenty. That
+        holds while whole answers are compared, not once a batch was chosen in one of them.
         """
         outcome = self.gate.consider(candidate)
         seen, length = self.gate.known(candidate), len(candidate.prompt)
-        if outcome is Outcome.STILL or seen is None or length > SHORT:
+        if outcome is Outcome.STILL or seen is None:
             return outcome
-        if not (seen.departs or seen.label == self.wanted.label):
+        another_may = seen.departs or seen.label == self.wanted.label
+        if not another_may or candidate.layer != "widths" or length > SHORT:
             return outcome
         again = (candidate.but(prompt=ids) for ids in self.prompts(length, OTHERS))
         return Outcome.STILL if self.first(again) else outcome

@@ -17,13 +17,14 @@ from specbisect.narrow.tokens import drafts, history, length, prompt
 Stage = Callable[[Search], None]
 
 STAGES: tuple[Stage, ...] = (
-    *(descend, prompt, precision, width, axes, tensors),
+    *(descend, prompt, axes, width, precision, tensors),
     *(single_batch, length, history, drafts),
 )
 """In this order because a whole answer has many places at which the arms can part, and one batch has one.
 
 The layer comes first, since it makes every later trial cheaper, then the prompt for the same reason. What changes the
-text is changed while any fork will do; only then is one fork chosen and everything around it taken away.
+text is changed while any fork will do; only then is one fork chosen and everything around it taken away. Precision
+comes after the settings, since finer weights depart more seldom, and a setting would then be kept for want of luck.
 """
 
 
