@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import tabulate
-
 from specbisect.cell import Cell, Drafter
+from specbisect.cli.grid import grid
 from specbisect.cli.naming import Naming
 from specbisect.cli.verdicts import COMPARED, DIFFERENT, Verdicts
 from specbisect.store import Row
@@ -15,8 +14,6 @@ UNTESTED = "*"
 """Marks cells whose cases never rejected a token."""
 ID_LENGTH = 8
 LEAST_RESULT = 26
-
-tabulate.MIN_PADDING = 0  # its two more columns for each header would push tables past 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +77,17 @@ def table(rows: Sequence[Row], width: int) -> str:
     for c in cells:
         key = (c.cell.target.identity, *naming.settings(c.cell))
         across.setdefault(key, {})[c.cell.drafter] = "\n".join(c.words())
-    grid = [
+    lines = [
         [*key[1:], *(line.get(drafter, "") for drafter in headers)] for key, line in across.items()
     ]
-    text = _tabulate(grid, [*naming.headers, *headers.values()])
+    text = grid(lines, [*naming.headers, *headers.values()])
     if _width(text) <= width:
         return text
     lines = [
         [*naming.settings(c.cell), " ".join(naming.drafter(c.cell)), ", ".join(c.words())]
         for c in cells
     ]
-    return _tabulate(lines, [*naming.headers, "drafter", "cases that differ"])
+    return grid(lines, [*naming.headers, "drafter", "cases that differ"])
 
 
 def legend(rows: Sequence[Row]) -> Iterator[str]:
@@ -133,9 +130,9 @@ def cases(rows: Sequence[Row], width: int) -> str:
         ]
         for row in rows
     ]
-    left = max(LEAST_RESULT, width - _width(_tabulate(lines, headers)) - 2)
+    left = max(LEAST_RESULT, width - _width(grid(lines, headers)) - 2)
     lines = [[*line, _cut(result(row), left)] for line, row in zip(lines, rows, strict=True)]
-    return _tabulate(lines, [*headers, "result"])
+    return grid(lines, [*headers, "result"])
 
 
 def result(row: Row) -> str:
@@ -158,10 +155,6 @@ def id_length(ids: Sequence[str]) -> int:
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-def _tabulate(lines: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    return tabulate.tabulate(lines, headers, tablefmt="simple", disable_numparse=True)
 
 
 def _width(text: str) -> int:
