@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ import fetch_model
 import llama_build
 import make_tiny_model
 from specbisect.llama import library, quantize
+
+
+# A shell that runs the tests in the background has Ctrl-C ignored, and the commands under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def convert(source: Path, target: Path, quant: str) -> None:
