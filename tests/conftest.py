@@ -14,7 +14,6 @@ import llama_build
 import make_tiny_model
 from specbisect.llama import library, quantize
 
-
 # A shell that runs the tests in the background has Ctrl-C ignored, and the commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
