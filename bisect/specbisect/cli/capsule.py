@@ -191,16 +191,13 @@ def _shows(program: Path, capsule: "Capsule") -> bool:
 
 
 def _nearness(finding: "Finding") -> "Nearness | None":
-    """None where a float32 copy would be too large."""
-    from specbisect.diagnose.run import REFERENCE_LIMIT
-    from specbisect.llama import child, quantize
+    """None where a float32 copy would be too large or cannot be made."""
+    from specbisect.diagnose.reference import dequantised
+    from specbisect.llama import child
     from specbisect.ops.nearness import nearness
 
-    path = Path(finding.case.cell.target.path)
-    (size,) = quantize.sizes([quantize.recipe(path, "F32")])
-    if size > REFERENCE_LIMIT:
-        return None
-    return child.call(nearness, finding, str(quantize.quantize(path, "F32")))
+    path = dequantised(finding.case.cell.target.path)
+    return child.call(nearness, finding, path) if path else None
 
 
 def render(found: Found) -> Iterator[str]:

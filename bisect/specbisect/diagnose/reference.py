@@ -6,16 +6,30 @@ error; a wrong kernel stands out where a merely different order of summation doe
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from specbisect.cell import Case
 from specbisect.diagnose.lab import Lab
 from specbisect.engines.libllama import LibLlama
+from specbisect.errors import BadInput, EngineFault
+from specbisect.llama import quantize
 from specbisect.llama.context import Logits
 
+LIMIT = 8 << 30
+"""Largest float32 copy of a target that is made, in bytes."""
 RATIO = 4.0
 """A row whose error is this many times that of the rows at other widths is out of line with reordering."""
+
+
+def dequantised(target: str | Path) -> str:
+    """Path of a float32 copy of the file `target`, made at need; "" when it is too large or cannot be made."""
+    try:
+        (size,) = quantize.sizes([quantize.recipe(target, "F32")])
+        return str(quantize.quantize(target, "F32")) if size <= LIMIT else ""
+    except (BadInput, EngineFault):
+        return ""
 
 
 def reference_row(engine: LibLlama, case: Case, path: str, prefix: Sequence[int]) -> Logits:

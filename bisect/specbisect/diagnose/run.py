@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,17 +19,15 @@ from specbisect.diagnose.envelope import Envelope, measure
 from specbisect.diagnose.examine import examine
 from specbisect.diagnose.finding import Evidence, Finding
 from specbisect.diagnose.numeric import NEEDS_REFERENCE
+from specbisect.diagnose.reference import dequantised
 from specbisect.diagnose.served import examine_served
 from specbisect.engines import engine
 from specbisect.engines.libllama import LibLlama
-from specbisect.errors import BadInput, EngineFault
-from specbisect.llama import quantize
+from specbisect.errors import BadInput
 from specbisect.runner import Submit
 from specbisect.store import Row, Store
 from specbisect.trace import Failure, Trace
 
-REFERENCE_LIMIT = 8 << 30
-"""Largest float32 copy of a target that is made, in bytes."""
 COLLAPSED = 0.5
 """Acceptance below this share of the group's median is suspicious."""
 ENOUGH = 16
@@ -180,7 +177,8 @@ class Coordinator:
                 row, case = running.pop(future)
                 result = future.result()
                 if isinstance(result, Finding) and result.kind == NEEDS_REFERENCE:
-                    self._make_reference(case)
+                    target = case.cell.target
+                    self.references[target.identity] = dequantised(target.path)
                     waiting.appendleft(row)
                     continue
                 yield result if isinstance(result, Finding) else self._crashed(case, result)
@@ -222,17 +220,6 @@ class Coordinator:
         merged = replace(measured, widths={**known.widths, **measured.widths})
         self.store.keep(key, _ENVELOPE.dump_json(merged).decode())
         return merged
-
-    def _make_reference(self, case: Case) -> None:
-        """A float32 copy of the case's target, or "" when it is too large or cannot be made."""
-        base = Path(case.cell.target.path)
-        try:
-            recipe = quantize.recipe(base, "F32")
-            (size,) = quantize.sizes([recipe])
-            path = str(quantize.quantize(base, "F32")) if size <= REFERENCE_LIMIT else ""
-        except (BadInput, EngineFault):
-            path = ""
-        self.references[case.cell.target.identity] = path
 
     def _crashed(self, case: Case, failure: Failure) -> Finding:
         vanilla, speculative = self._traces(case)

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from specbisect.cell import CASE, Case
 from specbisect.diagnose.finding import Finding
 from specbisect.diagnose.numeric import NEEDS_REFERENCE
-from specbisect.diagnose.run import REFERENCE_LIMIT
+from specbisect.diagnose.reference import dequantised
 from specbisect.errors import BadInput, EngineFault
 from specbisect.llama import child, quantize
 from specbisect.llama.quantize import Recipe
@@ -46,7 +45,7 @@ class Trials:
         text = CASE.dump_json(case).decode()
         found: Finding = child.call(examined, text, self._how(case))
         if found.kind == NEEDS_REFERENCE:
-            self._make_reference(case)
+            self._references[case.cell.target.identity] = dequantised(case.cell.target.path)
             found = child.call(examined, text, self._how(case))
         return found
 
@@ -61,7 +60,7 @@ class Trials:
     def _look(self, case: Case) -> Seen:
         seen = self.workers.submit(look, case, self._how(case)).result()
         if isinstance(seen, Seen) and seen.kind == NEEDS_REFERENCE:
-            self._make_reference(case)
+            self._references[case.cell.target.identity] = dequantised(case.cell.target.path)
             seen = self.workers.submit(look, case, self._how(case)).result()
         if isinstance(seen, Failure):
             return Seen("failed", reason=f"{seen.stage}: {seen.reason}")
@@ -79,13 +78,3 @@ class Trials:
             self.tidy()
             self._mixed[weights.recipe.identity] = weights.recipe
         quantize.make(weights.recipe)
-
-    def _make_reference(self, case: Case) -> None:
-        """A float32 copy of the case's target, or "" when it is too large or cannot be made."""
-        base = Path(case.cell.target.path)
-        try:
-            (size,) = quantize.sizes([quantize.recipe(base, "F32")])
-            path = str(quantize.quantize(base, "F32")) if size <= REFERENCE_LIMIT else ""
-        except (BadInput, EngineFault):
-            path = ""
-        self._references[case.cell.target.identity] = path
