@@ -3,7 +3,7 @@
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,20 @@ from specbisect.llama import library, quantize
 
 # A shell that runs the tests in the background has Ctrl-C ignored, and the commands under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """A test that leaves a variable behind changes what every later test does: it fails, and nothing is inherited."""
+    before = dict(os.environ)
+    yield
+    after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    before.pop("PYTEST_CURRENT_TEST", None)
+    if after != before:
+        os.environ.clear()
+        os.environ.update(before)
+        changed = sorted(k for k in before.keys() | after if before.get(k) != after.get(k))
+        pytest.fail(f"the test leaves the environment changed: {', '.join(changed)}")
 
 
 def convert(source: Path, target: Path, quant: str) -> None:

@@ -1,8 +1,9 @@
 """Options that several commands have, and what they become."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,26 @@ def server(command: Callable[..., Any]) -> Any:
 
     @functools.wraps(command)
     def with_servers(**given: Any) -> Any:
-        for option, variable in _SERVERS.items():
-            if value := given.pop(option):
-                os.environ[variable] = str(value)
-        return command(**given)
+        asked = {variable: given.pop(option) for option, variable in _SERVERS.items()}
+        with _environment({variable: str(value) for variable, value in asked.items() if value}):
+            return command(**given)
 
     return _with(_SERVER, with_servers)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables set for one command and, so that a caller in the same process never inherits them, put back after it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _with(options: Iterable[Callable[[Any], Any]], command: Callable[..., Any]) -> Any:
