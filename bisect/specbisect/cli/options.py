@@ -119,7 +119,7 @@ def server(command: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables set for one command and, so that a caller in the same process never inherits them, put back after it."""
+    """Variables set for one command, and put back after it: another command in this process does not inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

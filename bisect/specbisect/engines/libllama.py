@@ -42,8 +42,8 @@ class LibLlama:
                 counters = context.counters
             else:
                 drafter, draft_context = self.drafter(cell)
-                arm = speculative_arm(case, context, drafter, recorder)
                 try:
+                    arm = speculative_arm(case, context, drafter, recorder)
                     arm.run(prompt)
                 finally:
                     drafter.close()

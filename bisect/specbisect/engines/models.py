@@ -18,7 +18,10 @@ MEMORY_SHARE = 0.6
 
 
 class Models:
-    """Models loaded in this process, by file and placement; the least recently used go when memory is short."""
+    """Models loaded in this process, by file and placement; the least recently used go when memory is short.
+
+    A model with an open context stays: a draft model is loaded while its target decodes.
+    """
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[tuple[Any, ...], LoadedModel] = OrderedDict()
@@ -49,9 +52,9 @@ class Models:
             raise BadInput(
                 f"{model.path} changed since the run was planned; start a new run with --fresh"
             )
-        while self._loaded and facts.size > MEMORY_SHARE * psutil.virtual_memory().available:
-            _, oldest = self._loaded.popitem(last=False)
-            oldest.close()
+        idle = [key for key, loaded in self._loaded.items() if not loaded.open_contexts]
+        while idle and facts.size > MEMORY_SHARE * psutil.virtual_memory().available:
+            self._loaded.pop(idle.pop(0)).close()
 
     def draft_context(self, cell: Cell, spec: DraftModel | SelfDraft) -> Context:
         """A context for the model of `spec` to draft in: the target's settings, but for a draft model's own cache."""

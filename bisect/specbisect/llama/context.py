@@ -170,6 +170,7 @@ class Context:
             self._ctx = self.lib.llama_init_from_model(model.handle, self._params())
         if not self._ctx:
             raise EngineFault("context", log[-1] if log else "llama_init_from_model failed")
+        model.open_contexts += 1
         self.memory = self.lib.llama_get_memory(self._ctx)
         self.resolved = resolve(self._ctx, self.settings, log)
         self.n_batch = int(self.lib.llama_n_batch(self._ctx))
@@ -285,6 +286,7 @@ class Context:
             self.lib.llama_batch_free(self._batch)
             self.lib.llama_free(self._ctx)
             self._ctx = None
+            self.model.open_contexts -= 1
 
     def __enter__(self) -> Self:
         return self

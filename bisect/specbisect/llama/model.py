@@ -41,6 +41,7 @@ class LoadedModel:
             ]
             raise EngineFault("load", f"{self.path.name}: {reasons[0]}")
         self.load_s = time.perf_counter() - began
+        self.open_contexts = 0  # the weights must stay while there are any
         self.vocab = Vocab(self.lib.llama_model_get_vocab(self.handle))
         self.n_vocab = self.vocab.n_tokens
         self.can_cut: bool | None = (
