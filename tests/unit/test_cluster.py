@@ -9,8 +9,8 @@ import pytest
 
 import fakes
 from specbisect.cell import Case, Cell, DraftModel, Model, Prompt
-from specbisect.cluster import client, files
-from specbisect.cluster.client import Job, Worker
+from specbisect.cluster import client, files, placing
+from specbisect.cluster.placing import Job, Worker
 from specbisect.compare import compare
 from specbisect.diagnose.conclusion import Options
 from specbisect.errors import BadInput
@@ -91,8 +91,8 @@ def test_arms_that_never_meet_on_one_kind_of_host_are_invalid_in_the_end(store):
     assert "different bits" in compare(vanilla, speculative).reason
 
 
-def members(*workers: Worker) -> client._Members:
-    return client._Members(known={worker.address: worker for worker in workers})
+def members(*workers: Worker) -> placing.Members:
+    return placing.Members(known={worker.address: worker for worker in workers})
 
 
 def job(model: str = "m", group: str = "g", host: str = "") -> Job:
@@ -118,8 +118,8 @@ def test_a_busy_worker_is_not_waited_for_when_another_one_is_free():
 
 
 def test_a_group_stays_on_hosts_of_one_class_while_there_are_any(monkeypatch):
-    monkeypatch.setattr(client, "GRACE_S", 0.0)
-    monkeypatch.setattr(client, "_POLL_S", 0.01)
+    monkeypatch.setattr(placing, "GRACE_S", 0.0)
+    monkeypatch.setattr(placing, "POLL_S", 0.01)
     found = members(Worker("a", 1, "x"), Worker("b", 1, "y"))
     first = found.take(job(group="g"))
     with ThreadPoolExecutor(1) as threads:
@@ -135,8 +135,8 @@ def test_a_group_stays_on_hosts_of_one_class_while_there_are_any(monkeypatch):
 
 
 def test_what_was_seen_on_one_kind_of_host_is_not_examined_on_another(monkeypatch):
-    monkeypatch.setattr(client, "GRACE_S", 0.0)
-    monkeypatch.setattr(client, "_POLL_S", 0.01)
+    monkeypatch.setattr(placing, "GRACE_S", 0.0)
+    monkeypatch.setattr(placing, "POLL_S", 0.01)
     refused = members(Worker("a", 1, "x")).take(job(host="z"))
     assert isinstance(refused, Failure)
     assert refused.stage == "host"

@@ -13,29 +13,25 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from distributed import Client, KilledWorker
 from distributed.comm.core import CommClosedError
 
-from specbisect.cell import Case
 from specbisect.cluster import files, node
+from specbisect.cluster.placing import POLL_S, Job, Members, Worker
 from specbisect.errors import BadInput
-from specbisect.trace import Failure, Trace, host_class
+from specbisect.trace import Failure, host_class
 
 CONNECT_S = 5.0
 DESCRIBE_S = 60.0
 PATIENCE_S = 300.0
 """How long a run waits for a scheduler that went away, or for the first worker to come back."""
-GRACE_S = 15.0
-"""How long a call waits for a host like the one it began on."""
 SILENT_S = 30.0
 """A worker that has not been heard of for so long is lost."""
 MAX_LOSSES = 4
 """Workers that a call may lose before it counts as the cause."""
-_POLL_S = 0.5
 _THREADS = 1024  # each only waits; started when needed
 
 
@@ -45,95 +41,6 @@ class Lost(Exception):
 
 _LOSSES = (Lost, CancelledError, asyncio.CancelledError, KilledWorker, CommClosedError, OSError)
 """What Dask raises when something between here and a worker is lost."""
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker of the cluster; `host_class` is empty until it has described itself."""
-
-    address: str
-    capacity: int
-    host_class: str = ""
-    busy: int = 0
-    model: str = ""
-    used: float = 0.0
-    heard: tuple[object, float] = (None, 0.0)
-    description: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A call and what decides where it may run.
-
-    `host` is the class of the host that made a trace among its arguments, `group` names arms that must run on equal
-    hosts, `model` is the identity of the target.
-    """
-
-    call: Callable[..., Any]
-    args: tuple[object, ...]
-    timeout: float | None
-    models: tuple[files.Wanted, ...]
-    host: str = ""
-    group: str = ""
-    model: str = ""
-
-    @classmethod
-    def of(cls, call: Callable[..., Any], args: tuple[object, ...], timeout: float | None) -> Self:
-        """The job of ``call(*args)``. Raises `BadInput` when a model it names cannot be read."""
-        paths = dict.fromkeys(path for arg in args for path in files.named(arg))
-        models = tuple(map(files.wanted, paths))
-        host = next((arg.host_class for arg in args if isinstance(arg, Trace)), "")
-        case = next((arg for arg in args if isinstance(arg, Case)), None)
-        if case is None:
-            return cls(call, args, timeout, models, host)
-        return cls(call, args, timeout, models, host, case.vanilla.key, case.cell.target.identity)
-
-
-@dataclass(slots=True)
-class _Members:
-    """The workers that may be used, and what is waited for under `changed`."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    known: dict[str, Worker] = field(default_factory=dict)
-    pins: dict[str, str] = field(default_factory=dict)
-    broken: BadInput | None = None
-    since: float = field(default_factory=time.monotonic)
-    """When there was a worker last."""
-
-    def ready(self) -> list[Worker]:
-        return [w for w in self.known.values() if w.host_class and w.capacity]
-
-    def take(self, job: Job) -> Worker | Failure:
-        """A worker with room for `job`: on a host of its class, rather with its model loaded, rather one long unused.
-
-        Arms of one group go to hosts of one class as long as there are any.
-        """
-        began = time.monotonic()
-        with self.changed:
-            while True:
-                if self.broken:
-                    raise self.broken
-                ready, now = self.ready(), time.monotonic()
-                need = job.host or self.pins.get(job.group, "")
-                if need and ready and all(w.host_class != need for w in ready):
-                    if now - began > GRACE_S and job.host:
-                        reason = "no worker has the library build, CPU and devices that made the trace; start one"
-                        return Failure("host", reason)
-                    if now - began > GRACE_S:
-                        need = ""
-                free = [w for w in ready if w.busy < w.capacity and need in ("", w.host_class)]
-                if free:
-                    chosen = min(free, key=lambda w: (w.model != job.model, w.model != "", w.used))
-                    chosen.busy, chosen.model, chosen.used = chosen.busy + 1, job.model, now
-                    if job.group:
-                        self.pins[job.group] = chosen.host_class
-                    return chosen
-                self.changed.wait(_POLL_S)
-
-    def give_back(self, worker: Worker) -> None:
-        with self.changed:
-            worker.busy -= 1
-            self.changed.notify_all()
 
 
 class Cluster:
@@ -160,7 +67,7 @@ class Cluster:
         self._address, self._timeout, self._maps = address, timeout, maps
         self._resources, self._note = dict(resources or {}), note
         self._session = uuid.uuid4().hex
-        self._members = _Members()
+        self._members = Members()
         self._sending = threading.Lock()
         self._stop = threading.Event()
         self._begun = False
@@ -254,7 +161,7 @@ class Cluster:
             )
             while True:
                 try:
-                    answer: node.Answer = future.result(_POLL_S)
+                    answer: node.Answer = future.result(POLL_S)
                     return answer
                 except TimeoutError:
                     if address not in self._members.known or client is not self._client:
@@ -266,7 +173,7 @@ class Cluster:
                 raise CancelledError from None
             if client.status == "running" and not isinstance(error, _LOSSES):
                 raise
-            self._stop.wait(_POLL_S)  # lets the watch see who is gone
+            self._stop.wait(POLL_S)  # lets the watch see who is gone
             raise Lost from None
         finally:
             if future is not None:
@@ -330,7 +237,7 @@ class Cluster:
                 raise BadInput(
                     f"the scheduler at {self._address} has no worker; start some with `dask worker {self._address}`"
                 )
-            time.sleep(_POLL_S / 10)
+            time.sleep(POLL_S / 10)
         if not self._members.ready():
             takes = ", ".join(f"{k}={v:g}" for k, v in self._resources.items()) or "the run"
             raise BadInput(
@@ -339,7 +246,7 @@ class Cluster:
             )
 
     def _keep_watching(self) -> None:
-        while not self._stop.wait(_POLL_S):
+        while not self._stop.wait(POLL_S):
             try:
                 if self._client.status == "closed":
                     self._forget()
