@@ -58,7 +58,7 @@ def pinned(plan: Callable[..., Plan]) -> Identity:
 
 
 def rows(plan: Plan, **resolved: Any) -> list[Row]:
-    shown: dict[str, Any] = dict.fromkeys(Row.__dataclass_fields__)
+    shown: dict[str, Any] = dict.fromkeys(Row._fields)
     shown["resolved"] = {"target": {"flash_attn": "on"} | resolved}
     return [Row(**shown | {"cell": cell}) for cell in plan.cells()]
 
@@ -141,9 +141,9 @@ def test_settings_resolved_otherwise(plan: Callable[..., Plan], pinned: Identity
 def test_what_a_run_happened_to_do_is_no_setting(
     plan: Callable[..., Plan], pinned: Identity
 ) -> None:
-    some = [replace(row, resolved={**row.resolved, "planted": 2}) for row in rows(plan())]
+    some = [row._replace(resolved={**row.resolved, "planted": 2}) for row in rows(plan())]
     some += [
-        replace(row, resolved={"server": {"slots": 1, "cached": 7}}) for row in rows(plan())[:1]
+        row._replace(resolved={"server": {"slots": 1, "cached": 7}}) for row in rows(plan())[:1]
     ]
     found = resolve(pinned, some).settings[0].resolved
     assert found == [{"target": {"flash_attn": "on"}}, {"server": {"slots": 1}}]

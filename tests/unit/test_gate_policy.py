@@ -27,7 +27,7 @@ def row(
     drafter: DraftModel | NgramSimple = DRAFT,
 ) -> Row:
     cell = Cell(Model("m", quant, f"sha256:{quant}"), drafter)
-    shown: dict[str, Any] = dict.fromkeys(Row.__dataclass_fields__)
+    shown: dict[str, Any] = dict.fromkeys(Row._fields)
     return Row(**shown | {"quant": quant, "prompt_group": group, "cell": cell})
 
 

@@ -101,7 +101,7 @@ def test_table_is_a_grid_where_it_fits_and_a_list_where_not(rows: Rows) -> None:
             replace(Q4, n_ubatch=4): [SAME, NOTHING_DRAFTED],
         }
     )
-    assert render.table(found, 80) == "\n".join(
+    assert render.table(render.by_cell(found), 80) == "\n".join(
         [
             "quant   n_ubatch  draft-model      ngram-simple",
             "                  n_max 3          n_max 8",
@@ -112,7 +112,7 @@ def test_table_is_a_grid_where_it_fits_and_a_list_where_not(rows: Rows) -> None:
             "                  1 unexercised",
         ]
     )
-    assert render.table(found, 40).splitlines()[2:] == [
+    assert render.table(render.by_cell(found), 40).splitlines()[2:] == [
         "Q8_0    512       draft-model n_max 3   0/1 in 6 tokens",
         "Q8_0    512       ngram-simple n_max 8  unexercised",
         "Q4_K_M  512       draft-model n_max 3   1/1, first at 3",
@@ -123,7 +123,7 @@ def test_table_is_a_grid_where_it_fits_and_a_list_where_not(rows: Rows) -> None:
 
 def test_legend_claims_no_more_than_was_measured(rows: Rows) -> None:
     found = rows({Q8: [SAME, NOTHING_DRAFTED], Q4: [FORKED], replace(Q4, n_batch=64): [CRASHED]})
-    text = " ".join(render.legend(found))
+    text = " ".join(render.legend(render.by_cell(found)))
     assert text.startswith(
         "4 cases: 1 fork, 1 agree, 1 unexercised, 1 failed. 1/1, first at 3: 1 of 1"
     )
@@ -134,7 +134,7 @@ def test_legend_claims_no_more_than_was_measured(rows: Rows) -> None:
 
 
 def test_legend_says_where_rollback_was_not_tested(rows: Rows) -> None:
-    untested = " ".join(render.legend(rows({Q8: [NOTHING_REJECTED]})))
+    untested = " ".join(render.legend(render.by_cell(rows({Q8: [NOTHING_REJECTED]}))))
     assert "* no drafted token was rejected: rollback was not tested." in untested
 
 

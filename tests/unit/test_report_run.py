@@ -180,7 +180,7 @@ def test_the_json_has_every_case(found: Run) -> None:
 
 def test_a_page_of_twenty_thousand_cases_stays_small(found: Run) -> None:
     entries = [
-        replace(e, row=replace(e.row, id=f"{n}-{e.row.id}", ordinal=n))
+        replace(e, row=e.row._replace(id=f"{n}-{e.row.id}", ordinal=n))
         for n, e in zip(range(20_000), found.entries * 112, strict=False)
     ]
     many: dict[Any, Any] = {}

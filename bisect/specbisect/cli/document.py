@@ -24,8 +24,7 @@ def document(store: Store, rows: Iterable[Row]) -> dict[str, Any]:
 
 def case(row: Row) -> dict[str, Any]:
     """A case as lists show it, and its whole cell."""
-    shown = {name: getattr(row, name) for name in Row.__dataclass_fields__}
-    return shown | {"rejected": row.rejected, "cell": row.cell.to_json()}
+    return row._asdict() | {"rejected": row.rejected, "cell": row.cell.to_json()}
 
 
 def _environment(store: Store) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Runs and lists of cases as text."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 from specbisect.cell import Cell, Drafter
 from specbisect.cli.grid import grid
@@ -16,14 +19,19 @@ ID_LENGTH = 8
 LEAST_RESULT = 26
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, for the cached properties: a run can have very many cells
 class CellRows:
     """The finished cases of one cell."""
 
     cell: Cell
     rows: tuple[Row, ...]
 
-    @property
+    @cached_property
+    def verdicts(self) -> Verdicts:
+        """How many cases have which outcome."""
+        return Verdicts.of(row.outcome for row in self.rows)
+
+    @cached_property
     def compared(self) -> list[Row]:
         """Cases that say something about the arms."""
         return [row for row in self.rows if row.outcome in COMPARED]
@@ -36,7 +44,7 @@ class CellRows:
     @property
     def different(self) -> int:
         """How many cases differ."""
-        return Verdicts.of(row.outcome for row in self.rows).count(*DIFFERENT)
+        return self.verdicts.count(*DIFFERENT)
 
     @property
     def first(self) -> int | None:
@@ -45,8 +53,7 @@ class CellRows:
 
     def words(self) -> list[str]:
         """``3/24, first at 6`` or ``0/24 in 2304 tokens``, then what was not compared."""
-        compared, verdicts = self.compared, Verdicts.of(row.outcome for row in self.rows)
-        words = []
+        compared, words = self.compared, []
         if compared:
             found = f"{self.different}/{len(compared)}"
             if self.first is not None:
@@ -55,7 +62,7 @@ class CellRows:
                 found += f" in {sum(row.compared for row in compared)} tokens"
             words.append(found + UNTESTED * self.rollback_untested)
         for outcome in ("unexercised", "failed", "invalid"):
-            if count := verdicts.count(outcome):
+            if count := self.verdicts.count(outcome):
                 words.append(f"{count} {outcome}" if count < len(self.rows) else outcome)
         return words
 
@@ -63,26 +70,20 @@ class CellRows:
 def by_cell(rows: Sequence[Row]) -> list[CellRows]:
     """Cells in the order in which they first appear."""
     found: dict[Cell, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.cell, []).append(row)
+    for cell, alike in groupby(rows, attrgetter("cell")):
+        found.setdefault(cell, []).extend(alike)
     return [CellRows(cell, tuple(of_cell)) for cell, of_cell in found.items()]
 
 
-def table(rows: Sequence[Row], width: int) -> str:
+def table(cells: Sequence[CellRows], width: int) -> str:
     """Quantisation × drafter × whatever else varies; one line for each cell where that is too wide for `width`."""
-    cells = by_cell(rows)
     naming = Naming(c.cell for c in cells)
-    headers = {c.cell.drafter: "\n".join(naming.drafter(c.cell)) for c in cells}
-    across: dict[tuple[str, ...], dict[Drafter | None, str]] = {}
-    for c in cells:
-        key = (c.cell.target.identity, *naming.settings(c.cell))
-        across.setdefault(key, {})[c.cell.drafter] = "\n".join(c.words())
-    lines = [
-        [*key[1:], *(line.get(drafter, "") for drafter in headers)] for key, line in across.items()
-    ]
-    text = grid(lines, [*naming.headers, *headers.values()])
-    if _width(text) <= width:
-        return text
+    drafters = {c.cell.drafter: "\n".join(naming.drafter(c.cell)) for c in cells}
+    heads = [*naming.headers, *drafters.values()]
+    if _width(grid([], heads)) <= width:
+        text = grid(_across(cells, naming, drafters), heads)
+        if _width(text) <= width:
+            return text
     lines = [
         [*naming.settings(c.cell), " ".join(naming.drafter(c.cell)), ", ".join(c.words())]
         for c in cells
@@ -90,11 +91,24 @@ def table(rows: Sequence[Row], width: int) -> str:
     return grid(lines, [*naming.headers, "drafter", "cases that differ"])
 
 
-def legend(rows: Sequence[Row]) -> Iterator[str]:
+def _across(
+    cells: Sequence[CellRows], naming: Naming, drafters: Iterable[Drafter | None]
+) -> list[list[str]]:
+    found: dict[tuple[str, ...], dict[Drafter | None, str]] = {}
+    for c in cells:
+        key = (c.cell.target.identity, *naming.settings(c.cell))
+        found.setdefault(key, {})[c.cell.drafter] = "\n".join(c.words())
+    return [
+        [*key[1:], *(line.get(drafter, "") for drafter in drafters)] for key, line in found.items()
+    ]
+
+
+def legend(cells: Sequence[CellRows]) -> Iterator[str]:
     """What the table means, for those who read it the first time; never more than was measured."""
+    rows = [row for c in cells for row in c.rows]
     verdicts = Verdicts.of(row.outcome for row in rows)
     yield f"{verdicts}."
-    if forked := next((c for c in by_cell(rows) if c.first is not None), None):
+    if forked := next((c for c in cells if c.first is not None), None):
         yield (
             f"{forked.words()[0]}: {forked.different} of {len(forked.compared)} cases differ, the earliest at "
             f"generated token {forked.first}, counted from 0."
@@ -109,7 +123,7 @@ def legend(rows: Sequence[Row]) -> Iterator[str]:
     if causes := Counter(row.label for row in rows if row.label is not None):
         each = ", ".join(f"{count} {label}" for label, count in sorted(causes.items()))
         yield f"Causes, by experiment: {each} (`specbisect show DIR --cases` has the evidence)."
-    if any(c.rollback_untested for c in by_cell(rows)):
+    if any(c.rollback_untested for c in cells):
         yield f"{UNTESTED} no drafted token was rejected: rollback was not tested."
     if verdicts.count("unexercised"):
         yield "unexercised: nothing was drafted or nothing accepted, so this is no pass."

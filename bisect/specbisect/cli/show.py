@@ -137,8 +137,9 @@ def print_rows(rows: "Sequence[Row]", *, each: bool = False) -> None:
     if each:
         click.echo(render.cases(rows, output.columns()))
     elif rows:
-        click.echo(f"{render.table(rows, output.columns())}\n")
-        for sentence in render.legend(rows):
+        cells = render.by_cell(rows)
+        click.echo(f"{render.table(cells, output.columns())}\n")
+        for sentence in render.legend(cells):
             click.echo(textwrap.fill(sentence, output.columns()))
 
 

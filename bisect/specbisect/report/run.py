@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from specbisect import __version__
@@ -213,7 +213,7 @@ def _scrubbed(row: Row, clean: Scrubber) -> Row:
     target, prompt, reason = (clean.text(t) for t in (row.target, row.prompt_id, row.reason))
     if (target, prompt, reason) == (row.target, row.prompt_id, row.reason):
         return row
-    return replace(row, target=target, prompt_id=prompt, reason=reason)
+    return row._replace(target=target, prompt_id=prompt, reason=reason)
 
 
 def _verdict(row: Row, finding: str) -> str:

@@ -26,7 +26,6 @@ from specbisect.store.schema import COLUMNS, LATEST, Row, Totals, TrialRecord
 from specbisect.trace import ArmResult, Counters, Failure, Trace
 
 _LEVEL = 1  # most of a trace is hexadecimal noise, on which higher levels spend time for nothing
-_SHOWN = 3
 
 _CELL = TypeAdapter(Cell)
 _PROMPT = TypeAdapter(Prompt)
@@ -170,11 +169,7 @@ class Store:
     # Cases
 
     def save_case(
-        self,
-        ordinal: int,
-        case: Case,
-        verdict: Verdict,
-        speculative: ArmResult | None,
+        self, ordinal: int, case: Case, verdict: Verdict, speculative: ArmResult | None
     ) -> None:
         """Keep the verdict on a case whose arms are saved already; `speculative` is None when that arm did not run.
 
@@ -254,24 +249,25 @@ class Store:
 
         A tuple or list of values allows any of them: ``rows(quant="Q8_0", outcome=("fork", "length"))``.
         """
-        where, values = [], []
+        where, options = [], []
         for name, wanted in equal.items():
-            options = list(wanted) if isinstance(wanted, (tuple, list)) else [wanted]
-            where.append(f"{COLUMNS[name]} IN ({', '.join('?' * len(options))})")
-            values += options
+            allowed = list(wanted) if isinstance(wanted, (tuple, list)) else [wanted]
+            where.append(f"{COLUMNS[name]} IN ({', '.join('?' * len(allowed))})")
+            options += allowed
         condition = f" WHERE {' AND '.join(where)}" if where else ""
         cells: dict[str, Cell] = {}
         settings: dict[str | None, Mapping[str, Any]] = {None: {}}
-        for *shown, cell, resolved in self._rows(
+        for values in self._rows(
             f"SELECT {', '.join(COLUMNS.values())} FROM cases {LATEST}{condition} ORDER BY ordinal",
-            *values,
+            *options,
         ):
+            *_, cell, resolved = values
             if cell not in cells:
                 with directory.faults(self.path):
                     cells[cell] = _CELL.validate_json(self._shared(cell))
             if resolved not in settings:
                 settings[resolved] = json.loads(self._shared(resolved))
-            yield Row(*(*shown, cells[cell], settings[resolved]))
+            yield Row._make((*values[:-2], cells[cell], settings[resolved]))
 
     # Findings and searches
 
@@ -390,13 +386,10 @@ class Store:
         (stored,) = self._one("SELECT value FROM meta WHERE name = 'plan'")
         if stored == plan:
             return
-        count = self.count()
-        old = json.loads((self.path / directory.MATRIX).read_text())
-        changes = list(directory.differences(old, json.loads(json.dumps(resolved))))
-        more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
-        reason = "; ".join(changes[:_SHOWN] + more) or "it makes other cases of the same settings"
+        changes = directory.changes(self.matrix(), json.loads(json.dumps(resolved)))
+        reason = changes or "it makes other cases of the same settings"
         raise BadInput(
-            f"{self.path} holds {count} cases of another matrix ({reason});"
+            f"{self.path} holds {self.count()} cases of another matrix ({reason});"
             " choose another directory, or --fresh to discard them"
         )
 

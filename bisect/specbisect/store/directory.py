@@ -19,6 +19,9 @@ DATABASE = "run.sqlite"
 MATRIX = "matrix.json"
 LOCK = "run.lock"
 
+_SHOWN = 3
+"""How many differences one line says."""
+
 
 def check(path: Path) -> None:
     """Raise `BadInput` if a run cannot be kept at `path` because something else is there."""
@@ -85,6 +88,13 @@ def write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+
+
+def changes(old: Any, new: Any) -> str:
+    """The first few differences between two JSON values, and how many more there are; empty when they are equal."""
+    found = list(differences(old, new))
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return "; ".join(found[:_SHOWN] + more)
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
