@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from specbisect.cell import AXES, CASE, Case, Cell, DraftModel, Model, Prompt, Scripted
+from specbisect.cell import AXES, Case, Cell, DraftModel, Model, Prompt, Scripted
 from specbisect.compare import compare
 from specbisect.diagnose.conclusion import Options
 from specbisect.diagnose.finding import Finding
@@ -88,7 +88,7 @@ def test_the_smallest_case_has_the_label_in_a_fresh_process(
     assert isinstance(minimal.case.cell.drafter, Scripted) == (label != "draft-alignment")
 
     text = Narrowed.model_validate_json(narrowing.narrowed.model_dump_json(by_alias=True))
-    again = examined(CASE.dump_json(text.minimal.case).decode(), Look(label, reference=""))
+    again = examined(text.minimal.case, Look(label, reference=""))
     assert (again.label, again.kind) == (minimal.label, minimal.kind)
 
 

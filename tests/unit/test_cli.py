@@ -239,6 +239,26 @@ def test_check_runs_one_case(place: Path, run: Run) -> None:
     assert "prompt_ids" in found["vanilla"]
 
 
+def test_check_names_the_cause_and_narrows_it_down(place: Path, run: Run) -> None:
+    """With a drafter that has nothing to draft from: that shows on every machine."""
+    line = (
+        "check -m base.gguf --drafter ngram-simple --size-n 12 -p Hello -n 8 -t 1 -ub 64 --narrow"
+    )
+    code, out, _ = run(f"{line} --json")
+    found = json.loads(out)
+    assert code == 3
+    assert (found["outcome"], found["finding"]["label"]) == ("unexercised", "not-engaged")
+    narrowed = found["narrowed"]
+    assert narrowed["proved_minimal"]
+    smallest = narrowed["minimal"]
+    assert (smallest["label"], smallest["case"]["cell"]["n_predict"]) == ("not-engaged", 1)
+
+    code, out, _ = run(line)
+    assert code == 3
+    assert "cause: not-engaged: a drafter was asked for and nothing was drafted" in out
+    assert "proved 1-minimal" in out
+
+
 def test_check_reads_a_pasted_command_line(place: Path, run: Run) -> None:
     line = (
         "llama-server -m /there/base.gguf -md /there/draft.gguf --spec-type draft-simple "

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from findings import finding
 from specbisect.cell import Case, Cell, DraftModel, Model, Prompt
 from specbisect.compare import Verdict
 from specbisect.diagnose.finding import Finding
 from specbisect.diagnose.numeric import NEEDS_REFERENCE
-from specbisect.errors import BadInput
+from specbisect.errors import BadInput, EngineFault
 from specbisect.llama import files, header, quantize
 from specbisect.narrow.candidate import Candidate, Weights
 from specbisect.narrow.ddmin import Reason
@@ -94,7 +95,8 @@ class Answers:
         self.answers = list(answers)
         self.asked: list[tuple[Case, Look]] = []
 
-    def submit(self, call: Any, case: Case, how: Look, timeout: float | None = None) -> Future[Any]:
+    def submit(self, *call: Any, timeout: float | None = None) -> Future[Any]:
+        case, how = call[-2:]
         self.asked.append((case, how))
         future: Future[Any] = Future()
         answer = self.answers.pop(0)
@@ -138,6 +140,19 @@ def test_a_float32_copy_is_made_when_a_trial_asks_for_it(tiny_models: Make) -> N
     assert files.inspect(second.reference or "").file_type == "F32"
     trials(candidate(tiny_models()))
     assert workers.asked[2][1] == second  # once for each target
+
+
+def test_the_smallest_case_is_examined_where_its_trials_ran(tiny_models: Make) -> None:
+    case = candidate(tiny_models()).case
+    workers = Answers(
+        finding(kind=NEEDS_REFERENCE), found := finding(), Failure("verify 3", "aborted (SIGABRT)")
+    )
+    trials = Trials(workers, Look("baseline", weighed=True))
+    assert trials.examine(case) == found
+    assert [asked for asked, _ in workers.asked] == [case, case]
+    assert files.inspect(workers.asked[1][1].reference or "").file_type == "F32"
+    with pytest.raises(EngineFault, match=r"verify 3: aborted \(SIGABRT\)"):
+        trials.examine(case)
 
 
 def test_only_the_mixed_file_in_use_is_left_on_disk(tiny_models: Make, tmp_path: Path) -> None:

@@ -41,12 +41,12 @@ class Trials:
             return Seen("failed", reason=str(fault))
 
     def examine(self, case: Case) -> Finding:
-        """The finding on `case`, stored as text and loaded again in a process of its own. Raises `EngineFault`."""
-        text = CASE.dump_json(case).decode()
-        found: Finding = child.call(examined, text, self._how(case))
+        """The finding on `case`, stored as text and loaded again, in a fresh process. Raises `EngineFault`."""
+        loaded = CASE.validate_json(CASE.dump_json(case))
+        found = self._examined(loaded)
         if found.kind == NEEDS_REFERENCE:
             self._references[case.cell.target.identity] = dequantised(case.cell.target.path)
-            found = child.call(examined, text, self._how(case))
+            found = self._examined(loaded)
         return found
 
     def tidy(self) -> None:
@@ -56,6 +56,13 @@ class Trials:
             if used is None or identity != used.identity:
                 recipe.path.unlink(missing_ok=True)
                 del self._mixed[identity]
+
+    def _examined(self, case: Case) -> Finding:
+        found = self.workers.submit(child.call, examined, case, self._how(case)).result()
+        if isinstance(found, Failure):
+            raise EngineFault(found.stage, found.reason)
+        assert isinstance(found, Finding)
+        return found
 
     def _look(self, case: Case) -> Seen:
         seen = self.workers.submit(look, case, self._how(case)).result()

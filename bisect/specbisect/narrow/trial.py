@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from specbisect.cell import CASE, Case, Scripted
+from specbisect.cell import Case, Scripted
 from specbisect.diagnose.conclusion import Options
 from specbisect.diagnose.finding import Finding, Label
 from specbisect.diagnose.replay import cycle_of, first_token, replay
@@ -53,9 +53,8 @@ def look(case: Case, how: Look) -> Seen:
     return _examined(case, how if how.weighed else replace(how, reference=""))
 
 
-def examined(text: str, how: Look) -> Finding:
-    """The finding on the case in `text` (JSON), after a full examination."""
-    case = CASE.validate_json(text)
+def examined(case: Case, how: Look) -> Finding:
+    """The finding on `case`, after a full examination."""
     vanilla, speculative = run_arm(case.vanilla), run_arm(case)
     return examine_case(case, vanilla, speculative, _options(case, vanilla, how))
 
