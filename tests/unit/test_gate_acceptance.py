@@ -52,6 +52,7 @@ def test_worked_example() -> None:
     assert found.accepted_at == (2, 1, 1)
     assert found.unconditional == (2 / 3, 1 / 3, 1 / 3)
     assert found.conditional == (2 / 3, 1 / 2, 1.0)
+    assert found.by_position == ((3, 2), (3, 1), (3, 1))
 
 
 def test_totals_are_not_averages() -> None:

@@ -9,7 +9,7 @@ import pytest
 from specbisect.cell import Case, Cell, DraftModel, Model, NgramSimple, Prompt
 from specbisect.cli import render
 from specbisect.cli.naming import Naming
-from specbisect.cli.pair import Pair, accepted_by_position
+from specbisect.cli.pair import Pair
 from specbisect.compare import compare
 from specbisect.store import Row, Store
 from specbisect.trace import ArmResult, Cycle, Failure, Trace
@@ -194,8 +194,3 @@ def test_an_arm_that_ends_early_is_shown_as_ended() -> None:
 def test_a_crash_is_shown_with_the_last_words() -> None:
     text = shown(CRASHED)
     assert "speculative arm, verify 3: aborted (SIGABRT)\n  GGML_ASSERT(n <= m) failed" in text
-
-
-def test_acceptance_by_place_in_the_draft() -> None:
-    assert accepted_by_position(SAME) == [(2, 2), (2, 1), (1, 0)]
-    assert accepted_by_position(NOTHING_DRAFTED) == []

@@ -11,6 +11,7 @@ from specbisect.cell import Case, drafter_label
 from specbisect.cli.naming import told
 from specbisect.cli.output import printable
 from specbisect.compare import Verdict, compare
+from specbisect.gate.acceptance import Acceptance
 from specbisect.trace import ArmResult, Failure, Trace
 
 AROUND = 6
@@ -44,7 +45,7 @@ class Pair:
             "prompt": asdict(self.case.prompt),
             **asdict(self.verdict),
             "margin_percentile": self.margin_percentile(),
-            "accepted_by_position": accepted_by_position(drafted) if drafted else [],
+            "accepted_by_position": Acceptance.of(drafted).by_position if drafted else (),
             "vanilla": asdict(self.vanilla),
             "speculative": asdict(self.speculative) if self.speculative else None,
         }
@@ -145,22 +146,10 @@ def _token(trace: Trace, index: int) -> tuple[str, ...]:
     return *shown, f"{trace.margins[index]:.3g}" if index < len(trace.margins) else ""
 
 
-def accepted_by_position(trace: Trace) -> list[tuple[int, int]]:
-    """For each place in the draft: how often a token was drafted there, and how often it was accepted."""
-    longest = max((cycle.drafted for cycle in trace.cycles), default=0)
-    return [
-        (
-            sum(cycle.drafted >= place for cycle in trace.cycles),
-            sum(cycle.accepted >= place for cycle in trace.cycles),
-        )
-        for place in range(1, longest + 1)
-    ]
-
-
 def _acceptance(trace: Trace) -> str:
     share = f" ({100 * trace.accepted / trace.drafted:.0f} %)" if trace.drafted else ""
     line = f"drafted {trace.drafted}, accepted {trace.accepted}{share}"
-    places = accepted_by_position(trace)
+    places = Acceptance.of(trace).by_position
     if not places:  # of an engine that shows totals only, or nothing was drafted
         return line
     line += f" in {len(trace.cycles)} cycles"

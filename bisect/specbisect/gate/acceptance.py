@@ -95,6 +95,11 @@ class Acceptance:
         return tuple(sum(self.histogram[at + 1 :]) for at in range(len(self.offered)))
 
     @property
+    def by_position(self) -> tuple[tuple[int, int], ...]:
+        """Per position, how often a token was drafted there and how often it was accepted."""
+        return tuple(zip(self.offered, self.accepted_at, strict=True))
+
+    @property
     def unconditional(self) -> tuple[float, ...]:
         """Per position, the share of drafting cycles that accepted a token there; never rises."""
         return tuple(n / self.drafting for n in self.accepted_at)

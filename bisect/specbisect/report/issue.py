@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from specbisect.cell import AXES, Drafter
-from specbisect.report import acceptance, hardware, narrowing, render, text
+from specbisect.gate.acceptance import Acceptance
+from specbisect.report import hardware, narrowing, render, text
 from specbisect.report.repro import Script, model_file
 from specbisect.report.subject import Subject, ids_digest, place_of, token
 from specbisect.report.text import Markdown, code
@@ -202,13 +203,14 @@ def _arms(about: Subject) -> Rows:
 
 def _acceptance(about: Subject) -> Rows:
     trace = about.speculative
-    cycles = trace.cycles if trace else ()
-    if trace and not cycles:  # a server that does not log its drafts may still print these shares
+    if trace is None:
+        return []
+    if not trace.cycles:  # a server that does not log its drafts may still print these shares
         shares = trace.resolved.get("server", {}).get("acceptance_per_position", ())
         return [(i + 1, "", "", f"{share:.3f}") for i, share in enumerate(shares)]
     return [
-        (p.position, p.drafted, p.accepted, f"{p.share:.3f}")
-        for p in acceptance.by_position(cycles)
+        (position, drafted, accepted, f"{accepted / drafted:.3f}")
+        for position, (drafted, accepted) in enumerate(Acceptance.of(trace).by_position, 1)
     ]
 
 

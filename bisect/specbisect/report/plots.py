@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import CensoredData, ecdf
 
-from specbisect.report import acceptance
+from specbisect.gate.acceptance import Acceptance, total
 from specbisect.report.run import DIFFERENT, KINDS, Arms, Entry, Run
 from specbisect.store import Row
 
@@ -132,10 +132,17 @@ def positions(axes: Axes, run: Run) -> bool:
     )
     longest = 1
     for i, (name, arms) in enumerate(shown):
-        found = acceptance.by_position(c for a in arms for c in a.speculative.cycles)
+        found = total(Acceptance.of(a.speculative) for a in arms).by_position
         if found:
-            x, y = [p.position for p in found], [p.share for p in found]
-            axes.plot(x, y, color=SERIES[i], marker=MARKERS[i], markersize=4, label=name)
+            y = [accepted / drafted for drafted, accepted in found]
+            axes.plot(
+                range(1, len(y) + 1),
+                y,
+                color=SERIES[i],
+                marker=MARKERS[i],
+                markersize=4,
+                label=name,
+            )
             longest = max(longest, len(found))
     axes.set(
         xlabel="position in the draft", ylabel="accepted, of drafted there", ylim=(-0.02, 1.05)
