@@ -1,6 +1,7 @@
 """The commands widths and capsule: what they print, write and exit with."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def test_a_profile_as_text_page_and_json_says_the_same(
     assert target["line"] in page.read_text()
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert [int(row[0]) for row in rows] == [2, 3, 4]
+    tiles = re.findall(r"<td style=[^>]*>([^<]*)</td>", page.read_text())[:3]
+    assert [tile == "=" for tile in tiles] == [row[1] == row[2] for row in rows]
     assert [a["identical"] for a in target["profile"]["widths"]] == [int(row[2]) for row in rows]
 
 

@@ -22,8 +22,10 @@ class Naming:
 
     def settings(self, cell: Cell) -> tuple[str, ...]:
         """The target, and every axis that is not the same in all cells."""
-        parts = [cell.target.name] * self._by_name + [cell.target.quant] * self._by_quant
-        return " ".join(parts), *(_plain(getattr(cell, name)) for name in self._axes)
+        name, quant = cell.target.name, cell.target.quant
+        parts = [name] * self._by_name + [quant] * self._by_quant
+        told = name if self._by_name and name.endswith(quant) else " ".join(parts)
+        return told, *(_plain(getattr(cell, name)) for name in self._axes)
 
     def drafter(self, cell: Cell) -> tuple[str, ...]:
         """The method, n_max, and every parameter that is not the same in all drafters of that method."""

@@ -8,11 +8,15 @@ from pathlib import Path
 from specbisect import __version__
 from specbisect.errors import BadInput
 from specbisect.ops.invariance import Invariance
-from specbisect.ops.profile import Profile
+from specbisect.ops.profile import AtWidth, Profile
 from specbisect.report import render
 
 FAINTEST = -8.0
 """Decimal logarithm of a relative error that has no colour; one of 1 has all of it."""
+FAINTEST_LOGIT, FULLEST_LOGIT = -4.0, 1.0
+"""The same of a difference between logits, which are far apart when theirs differ by 10."""
+SAME = "="
+"""Stands for: every bit is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,32 @@ def tile(relative: float) -> Tile:
     """The tile of a relative error."""
     if not relative > 0:
         return Tile("", 0)
-    share = 100 * (1 - math.log10(relative) / FAINTEST)
-    return Tile(f"{relative:.0e}".replace("e-0", "e-"), max(3, min(100, round(share))))
+    return Tile(f"{relative:.0e}".replace("e-0", "e-"), _share(math.log10(relative), FAINTEST, 0.0))
+
+
+def _share(value: float, faintest: float, fullest: float) -> int:
+    """How much colour `value` has; a little, however small it is."""
+    return max(3, min(100, round(100 * (value - faintest) / (fullest - faintest))))
+
+
+def overview(profiles: Mapping[str, Profile]) -> tuple[Sequence[int], Sequence[Sequence[Tile]]]:
+    """All measured widths, and for every profile a tile at each: the largest difference between logits there."""
+    widths = sorted({at.width for profile in profiles.values() for at in profile.widths})
+    return widths, [
+        [_at_width({at.width: at for at in profile.widths}.get(width)) for width in widths]
+        for profile in profiles.values()
+    ]
+
+
+def _at_width(found: AtWidth | None) -> Tile:
+    if found is None:
+        return Tile("", 0)
+    if found.identical == found.rows:
+        return Tile(SAME, 0)
+    if not 0 < found.largest < math.inf:  # NaN, or bits such as the sign of a zero
+        return Tile(f"{found.largest:.2g}", 100 if found.largest else 3)
+    shade = _share(math.log10(found.largest), FAINTEST_LOGIT, FULLEST_LOGIT)
+    return Tile(f"{found.largest:.2g}", shade)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +105,11 @@ def page(
 ) -> str:
     """The page: profiles and tables of types, both by what people call the target and its settings."""
     template = render.html().get_template("widths.html.j2")
+    widths, tiles = overview(profiles)
     return template.render(
         version=__version__,
+        widths=widths,
+        tiles=tiles,
         profiles=profiles,
         maps={name: heat_maps(profile) for name, profile in profiles.items()},
         types=types or {},
