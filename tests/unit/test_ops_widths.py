@@ -14,7 +14,6 @@ from specbisect.ops import widths
 from specbisect.ops.profile import (
     PROFILE,
     AtWidth,
-    Envelope,
     Kernels,
     Profile,
     blocks,
@@ -47,8 +46,8 @@ def test_rows_and_nodes_agree(cases: list[Case]) -> None:
         assert at.rows == len(cases) * (32 // at.width) * at.width
         if at.width in invariant:
             assert (at.identical, at.largest, at.flips) == (at.rows, 0, 0)
-        assert list(at.envelope.margins) == sorted(at.envelope.margins)
-        assert at.envelope.logits[-1] == at.largest
+        assert list(at.margins) == sorted(at.margins)
+        assert at.logits[-1] == at.largest
         assert at.flips <= at.inside <= at.rows
         assert at.rms <= at.largest
     departs = profile.departs()
@@ -141,7 +140,7 @@ def test_forks_are_ruled_out_only_by_proof() -> None:
 
 
 def test_a_measured_row_outweighs_a_trace() -> None:
-    row = AtWidth(Envelope("key", 2, 8, (0.1,) * 4, (0.2,) * 4), 7, 0.2, 0.1, 0, 1)
+    row = AtWidth(2, 8, 7, (0.1,) * 4, (0.2,) * 4, 0.1, 0, 1)
     profile = profile_of(kernels(2, 256), kernels(3, 256), rows=(row,))
     assert can_fork(profile, [2], range(10, 20))
     assert not can_fork(profile, [3], range(10, 20))

@@ -15,45 +15,28 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """How much logits change between width 1 and `width` from a clean state, over `rows` rows of greedy text.
+class AtWidth:
+    """One width against width 1, over `rows` rows of greedy text from a clean state.
 
-    `margins` are `QUANTILES` of the absolute change of the difference between the two best logits, which has to exceed
-    a margin for a flip; `logits` are those of a row's largest absolute change. `cell` is the key of the cell, which
-    names target and settings by content.
+    `identical` rows have the same bits. `margins` are `QUANTILES` of the absolute change of the difference between the
+    two best logits, which has to exceed a margin for a flip; `logits` are those of a row's largest absolute change.
+    `rms` is over all logits of all rows; `flips` counts rows where another token is best, `inside` those whose margin
+    is not larger than the largest change of a margin.
     """
 
-    cell: str
     width: int
     rows: int
+    identical: int
     margins: tuple[float, ...]
     logits: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AtWidth:
-    """One width against width 1, over all rows of greedy text that were measured.
-
-    `identical` rows have the same bits; `largest` and `rms` are over all logits of all rows; `flips` counts rows where
-    another token is best, `inside` those whose margin is not larger than the largest change of a margin.
-    """
-
-    envelope: Envelope
-    identical: int
-    largest: float
     rms: float
     flips: int
     inside: int
 
     @property
-    def width(self) -> int:
-        """Rows in a batch."""
-        return self.envelope.width
-
-    @property
-    def rows(self) -> int:
-        """Rows measured."""
-        return self.envelope.rows
+    def largest(self) -> float:
+        """The largest change of any logit."""
+        return self.logits[-1]
 
     @property
     def flips_per_1000(self) -> float:

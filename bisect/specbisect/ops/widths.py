@@ -26,7 +26,6 @@ from specbisect.ops.profile import (
     BLOCK,
     QUANTILES,
     AtWidth,
-    Envelope,
     Kernels,
     Profile,
     blocks,
@@ -129,7 +128,7 @@ class Profiler:
             name=self.cell.target.name,
             resolved=self.resolved,
             host=library.environment(),
-            widths=tuple(s.at(self.cell.key, w) for w, s in self._sums.items() if s.margins),
+            widths=tuple(s.at(w) for w, s in self._sums.items() if s.margins),
             kernels=tuple(self._kernels[key] for key in sorted(self._kernels)),
             batches=self._batches,
             singles=self._singles,
@@ -170,16 +169,18 @@ class _Sums:
         self.largest.append(float(np.abs(change).max()))
         self.squares.append(float(np.mean(change**2)))
 
-    def at(self, cell: str, width: int) -> AtWidth:
+    def at(self, width: int) -> AtWidth:
         """The sums of this width."""
         margins, logits = (
             tuple(float(q) for q in np.quantile(values, QUANTILES))
             for values in (self.changes, self.largest)
         )
         return AtWidth(
-            envelope=Envelope(cell, width, len(self.margins), margins, logits),
+            width=width,
+            rows=len(self.margins),
             identical=self.identical,
-            largest=logits[-1],
+            margins=margins,
+            logits=logits,
             rms=float(np.sqrt(np.mean(self.squares))),
             flips=self.flips,
             inside=sum(m <= margins[-1] for m in self.margins) if margins[-1] else 0,
