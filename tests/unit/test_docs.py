@@ -1,4 +1,4 @@
-"""What the README says is what the program does."""
+"""What the README and the pages beside it say is what the program does."""
 
 import re
 import shlex
@@ -16,10 +16,15 @@ from specbisect.matrix import reading, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-SHELL = [
-    line.partition("   #")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
+PAGES = {
+    path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+}
+LINES = [
+    pytest.param(re.split(r"   #| >", line)[0].strip(), id=f"{name}: {line.strip()}")
+    for name, text in PAGES.items()
+    for block in re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.strip().startswith("specbisect ")
 ]
 
 
@@ -37,14 +42,14 @@ def names(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("specbisect ")])
+@pytest.mark.parametrize("line", LINES)
 def test_every_command_line_is_one(line: str) -> None:
     _, name, *arguments = shlex.split(line)
     command(name).make_context(name, arguments)
 
 
 def test_every_script_is_there() -> None:
-    scripts = set(re.findall(r"scripts/\w+(?:\.py)?", README))
+    scripts = set(re.findall(r"scripts/\w+(?:\.py)?", "".join(PAGES.values())))
     assert scripts >= {"scripts/demo", "scripts/test"}
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 

@@ -1,35 +1,17 @@
 """What the page on the release gate says is what the program does."""
 
 import re
-import shlex
 import tomllib
 from pathlib import Path
 from typing import get_args
 
-import click
 import pytest
 
-from specbisect import cli
 from specbisect.diagnose.finding import Label
 from specbisect.gate.identity import PARTS
 from specbisect.gate.policy import Acceptance, Allow, Allowable, Policy, prompts_needed
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "release-gate.md").read_text()
-LINES = [
-    line.partition(" >")[0].strip()
-    for line in PAGE.replace("\\\n", " ").splitlines()
-    if line.strip().startswith("specbisect ")
-]
-
-
-def command(name: str) -> click.Command:
-    return cli.cli.get_command(click.Context(cli.cli), name)
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_every_command_line_is_one(line: str) -> None:
-    _, name, *arguments = shlex.split(line)
-    command(name).make_context(name, arguments)
 
 
 def test_the_policy_is_one_and_every_key_is_described() -> None:
