@@ -293,6 +293,8 @@ def results(trials: Iterable[Trial], jobs: int, forks: int | None = None) -> Ite
                     found += 1
                     mark = "·" if result.right else "✗" if result.effect else "-"
                     print(mark, end="" if found % 80 else "\n", file=sys.stderr, flush=True)
+                    if mark == "✗":
+                        print(f"\nwrong: {result}", file=sys.stderr, flush=True)
                     yield result
                 if forks is None or found < forks:
                     running |= {workers.submit(attempt, t): t for t in islice(waiting, 1)}
