@@ -221,6 +221,7 @@ class Cell:
     ignore_eos: bool = _axis(False, "a case ends where its text ends", values=(False, True))
     n_predict: int = _axis(96, "long enough for most forks", minimum=1)
     seed: int = _axis(0, "greedy decoding draws no random numbers", minimum=0)
+    host_class: str = _axis("", "any host; no engine looks at it, it says which hosts may run this")
 
     kind: ClassVar[str] = "specbisect.cell/1"
 

@@ -100,11 +100,7 @@ def _incomparable(vanilla: Trace, speculative: Trace) -> str:
     for trace in (vanilla, speculative):
         if trace.unhonoured:
             return f"{trace.arm} arm: not honoured: {', '.join(trace.unhonoured)}"
-    if (
-        vanilla.host_class != speculative.host_class
-        and vanilla.host_class
-        and speculative.host_class
-    ):
+    if vanilla.host_kind != speculative.host_kind and vanilla.host_kind and speculative.host_kind:
         return "the arms ran on hosts that compute different bits"
     a, b = (t.provenance.get("target", {}).get("sha256") for t in (vanilla, speculative))
     if a != b:

@@ -192,14 +192,14 @@ class _Run:
         """
         if case.vanilla is None or isinstance(result, Failure):
             return False
-        key, old, new = case.vanilla_key, case.vanilla.host_class, result.host_class
-        if self.moves[key] and (key in self.waiting or self._host_class(key) != old):
+        key, old, new = case.vanilla_key, case.vanilla.host_kind, result.host_kind
+        if self.moves[key] and (key in self.waiting or self._host_kind(key) != old):
             return True
         return "" not in (old, new) and old != new and self.moves[key] < MAX_MOVES
 
-    def _host_class(self, key: str) -> str:
+    def _host_kind(self, key: str) -> str:
         arm = self.store.arm(key)
-        return arm.host_class if isinstance(arm, Trace) else ""
+        return arm.host_kind if isinstance(arm, Trace) else ""
 
     def _start_over(self, case: _Open) -> None:
         """Run the vanilla arm of `case` again, and all cases that were compared with the old one."""
@@ -209,7 +209,7 @@ class _Run:
             self.waiting[key].append(case)
             return
         vanilla = self.store.arm(key)
-        if isinstance(vanilla, Trace) and old is not None and vanilla.host_class != old.host_class:
+        if isinstance(vanilla, Trace) and old is not None and vanilla.host_kind != old.host_kind:
             case.vanilla = vanilla  # another case has seen to it
         else:
             self.moves[key] += 1

@@ -102,12 +102,12 @@ class Trace:
         return "".join(self.pieces[start:stop]).encode("latin-1").decode("utf-8", "replace")
 
     @property
-    def host_class(self) -> str:
-        """`host_class` of where this ran; empty where that is not known."""
-        return host_class(self.provenance.get("host", {}))
+    def host_kind(self) -> str:
+        """`host_kind` of where this ran; empty where that is not known."""
+        return host_kind(self.provenance.get("host", {}))
 
 
-def host_class(host: Mapping[str, Any]) -> str:
+def host_kind(host: Mapping[str, Any]) -> str:
     """Names hosts that compute the same bits: by library build, processor, cores and devices, not by host name."""
     known = {name: host[name] for name in ("library", "cpu", "cores", "devices") if name in host}
     return digest(known) if known else ""

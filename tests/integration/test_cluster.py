@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 
 import fakes
 from specbisect.cluster import client, files, node
@@ -227,17 +228,20 @@ def test_a_scheduler_without_workers_is_refused(monkeypatch):
 
 
 @contextmanager
-def scheduler_and_worker(address: str):
-    """A scheduler and a worker as people start them."""
+def scheduler_and_workers(address: str, *variables: Mapping[str, str]):
+    """A scheduler as people start it, and a worker with each of these environments."""
     python = [sys.executable, "-m"]
     port = address.rpartition(":")[2]
-    lines = (
-        ["distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard"],
-        ["distributed.cli.dask_worker", address, "--nthreads", "1", "--no-dashboard"],
-    )
+    head = ["dask_scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard"]
+    worker = ["dask_worker", address, "--nthreads", "1", "--no-dashboard"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
-        subprocess.Popen([*python, *line], env=env, stderr=subprocess.DEVNULL) for line in lines
+        subprocess.Popen(
+            [*python, f"distributed.cli.{line[0]}", *line[1:]],
+            env=env | own,
+            stderr=subprocess.DEVNULL,
+        )
+        for line, own in [(head, {}), *((worker, own) for own in variables)]
     ]
     try:
         yield
@@ -249,21 +253,47 @@ def scheduler_and_worker(address: str):
             process.wait()
 
 
-def test_a_run_outlives_its_scheduler(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "CONNECT_S", 20.0)
+@pytest.fixture
+def address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_classes_of_hosts_are_kept_to_and_held_against_each_other(workspace, address):
+    hosts = [{"SPECBISECT_HOST_CLASS": name, "LLAMA_MARK": name} for name in ("old", "new")]
+    settings = "--set", "host_class=old,new", "--set", "n_ubatch=512"
+    with scheduler_and_workers(address, *hosts):
+        with Client(address, timeout=60, set_as_default=False) as watching:
+            watching.wait_for_workers(2, timeout=60)
+        ran = command(
+            workspace, "run", "matrix.toml", "-o", "there", *settings, "--scheduler", address
+        )
+    assert ran.returncode in (0, 1), ran.stderr
+    rows = found(workspace / "there")
+    assert len(rows) == 24
+    for row, *arms in rows:
+        marks = {arm.provenance["host"]["variables"]["LLAMA_MARK"] for arm in arms}
+        assert marks == {row.cell.host_class}
+    shown = json.loads(command(workspace, "show", "there", "--json").stdout)
+    same = {"prompts": 3, "different": 0, "first": None}
+    assert [(p["classes"], p["tokens"], p["rows"]) for p in shown["host_classes"]] == [
+        (["old", "new"], same, same)
+    ] * 2
+
+
+def test_a_run_outlives_its_scheduler(tmp_path, address, monkeypatch):
+    monkeypatch.setattr(client, "CONNECT_S", 20.0)
     plan = 1, 2, ("",) * 3
     with Store.create(tmp_path / "here", "plan", {}) as store, Workers(1) as processes:
         run(fakes.plan(*plan), store, processes, call=fakes.arm)
     with ExitStack() as stack:
-        with scheduler_and_worker(address):
+        with scheduler_and_workers(address, {}):
             cluster = stack.enter_context(Cluster(address))
             store = stack.enter_context(Store.create(tmp_path / "there", "plan", {}))
             calls = [cluster.submit(fakes.slower_arm, case) for case in fakes.plan(*plan)]
             calls[0].result(60)
-        with scheduler_and_worker(address):
+        with scheduler_and_workers(address, {}):
             results = [call.result(120) for call in calls]
             assert results == [fakes.arm(case) for case in fakes.plan(*plan)]
             assert run(fakes.plan(*plan), store, cluster, call=fakes.arm).failures == 0

@@ -1,6 +1,8 @@
 """What a cluster adds, without one: which worker takes a call, hosts that compute different bits, files by content."""
 
 import hashlib
+import re
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 import fakes
 from specbisect.cell import Case, Cell, DraftModel, Model, Prompt
+from specbisect.cli import hosts
 from specbisect.cluster import client, files, placing
 from specbisect.cluster.placing import Job, Worker
 from specbisect.compare import compare
@@ -16,7 +19,7 @@ from specbisect.diagnose.conclusion import Options
 from specbisect.errors import BadInput
 from specbisect.runner import MAX_MOVES, run
 from specbisect.store import Store
-from specbisect.trace import Failure, Trace, host_class
+from specbisect.trace import Failure, Trace, host_kind
 
 
 class Inline:
@@ -61,7 +64,7 @@ def test_cases_start_over_when_their_kind_of_host_is_gone(tmp_path, store):
     summary = run(fakes.plan(), store, Inline(3), call=first_one_then_the_other)
     assert summary.done == len(list(store.rows())) == 24
     assert sum(summary.outcomes.values()) == sum(1 for _ in store.rows())
-    used = {(v.host_class, s.host_class) for _, v, s in arms(store)}
+    used = {(v.host_kind, s.host_kind) for _, v, s in arms(store)}
     assert all(vanilla == speculative for vanilla, speculative in used)
     with Store.create(tmp_path / "quiet", "plan", {}) as quiet:
         run(fakes.plan(), quiet, Inline(3), call=fakes.arm)
@@ -72,8 +75,8 @@ def test_a_resumed_run_on_another_kind_of_host_starts_its_open_groups_over(store
     run(fakes.plan(1, 2), store, Inline(2), call=lambda case: on("old", case))
     run(fakes.plan(1, 4), store, Inline(2), call=lambda case: on("newer", case))
     assert [row.outcome for row in store.rows()].count("invalid") == 0
-    newer = host_class({"library": "newer"})
-    assert {arm.host_class for _, *both in arms(store) for arm in both} == {newer}
+    newer = host_kind({"library": "newer"})
+    assert {arm.host_kind for _, *both in arms(store) for arm in both} == {newer}
     assert len(arms(store)) == 16
 
 
@@ -95,8 +98,8 @@ def members(*workers: Worker) -> placing.Members:
     return placing.Members(known={worker.address: worker for worker in workers})
 
 
-def job(model: str = "m", group: str = "g", host: str = "") -> Job:
-    return Job(fakes.arm, (), None, (), host, group, model)
+def job(model: str = "m", group: str = "g", kind: str = "", host_class: str = "") -> Job:
+    return Job(fakes.arm, (), None, (), kind, host_class, group, model)
 
 
 def test_calls_go_where_their_model_is_loaded_then_where_none_is():
@@ -137,9 +140,113 @@ def test_a_group_stays_on_hosts_of_one_class_while_there_are_any(monkeypatch):
 def test_what_was_seen_on_one_kind_of_host_is_not_examined_on_another(monkeypatch):
     monkeypatch.setattr(placing, "GRACE_S", 0.0)
     monkeypatch.setattr(placing, "POLL_S", 0.01)
-    refused = members(Worker("a", 1, "x")).take(job(host="z"))
+    refused = members(Worker("a", 1, "x")).take(job(kind="z"))
     assert isinstance(refused, Failure)
     assert refused.stage == "host"
+
+
+def test_a_class_of_hosts_is_kept_to():
+    found = members(Worker("a", 2, "x", "old"), Worker("b", 2, "y", "new"))
+    for group in "ghi":
+        taken = [
+            found.take(job(group=f"{group}{name}", host_class=name)) for name in ("new", "old")
+        ]
+        assert [worker.address for worker in taken] == ["b", "a"]
+        for worker in taken:
+            found.give_back(worker)
+    assert {found.take(job(group=group)).address for group in "ab"} == {"a", "b"}
+
+
+def test_a_call_that_waits_for_its_class_keeps_no_other_from_a_free_host(monkeypatch):
+    monkeypatch.setattr(placing, "POLL_S", 0.01)
+    found = members(Worker("a", 1, "x", "old"), Worker("b", 1, "y", "new"))
+    first = found.take(job(host_class="old"))
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(found.take, job(host_class="old"))
+        while not found.waiting:
+            time.sleep(0.01)
+        assert found.take(job(group="h", host_class="new")).address == "b"
+        found.give_back(first)
+        assert second.result(5) is first
+    assert found.waiting == 0
+
+
+def test_a_class_that_is_nowhere_is_one_line(monkeypatch):
+    monkeypatch.setattr(placing, "GRACE_S", 0.0)
+    monkeypatch.setattr(placing, "POLL_S", 0.01)
+    found = members(Worker("a", 1, "x", "old"), Worker("b", 1, "y", "new"))
+    with pytest.raises(BadInput, match="no worker is of host_class 'newest', only of new, old; "):
+        found.take(job(host_class="newest"))
+
+
+def test_a_class_that_was_there_is_waited_for(monkeypatch):
+    monkeypatch.setattr(placing, "GRACE_S", 0.0)
+    monkeypatch.setattr(placing, "POLL_S", 0.01)
+    gone = Worker("b", 1, "y", "new")
+    found = members(Worker("a", 1, "x", "old"), gone)
+    found.greet(time.monotonic())
+    del found.known["b"]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(found.take, job(host_class="new"))
+        while not found.waiting:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        with found.changed:
+            found.known["b"] = gone
+        assert waiting.result(5) is gone
+    monkeypatch.setattr(placing, "PATIENCE_S", 0.0)
+    del found.known["b"]
+    with pytest.raises(BadInput, match="no worker is of host_class 'new'"):
+        found.take(job(host_class="new"))
+
+
+def test_a_job_asks_for_the_class_of_its_cell():
+    case = Case(Cell(Model("m", "Q8_0", "sha256:1"), host_class="avx2"), Prompt("p", "x"))
+    found = Job.of(fakes.arm, (case,), None)
+    assert (found.host_class, found.group) == ("avx2", case.vanilla.key)
+    assert Job.of(fakes.arm, (case.prompt,), None).host_class == ""
+
+
+def of_classes(*names: str) -> list[Case]:
+    return [
+        replace(case, cell=replace(case.cell, host_class=name))
+        for name in names
+        for case in fakes.plan(1, 2)
+    ]
+
+
+def on_its_class(case: Case) -> Trace:
+    """Tokens of the second prompt depend on the host from the third one on, and the bits of every row."""
+    plain = fakes.arm(replace(case, cell=replace(case.cell, host_class="")))
+    ids = list(plain.ids)
+    if case.prompt.id == "1" and case.cell.host_class == "avx512":
+        ids[2] += 5000
+    digests = tuple(f"{case.cell.host_class}{i}" for i in ids)
+    return replace(plain, ids=tuple(ids), digests=digests)
+
+
+def test_the_difference_between_classes_of_hosts_is_shown(store):
+    run(enumerated := of_classes("avx2", "avx512", "amx"), store, Inline(1), call=on_its_class)
+    rows = list(store.rows())
+    assert len(rows) == len(enumerated)
+    first, second = hosts.pairs(store, rows)
+    assert (first.classes, second.classes) == (("avx2", "avx512"), ("avx2", "amx"))
+    assert (first.tokens, second.tokens) == ((None, 2, None, None), (None,) * 4)
+    assert first.rows == second.rows == (0, 0, 0, 0)
+    assert [re.split(r"\s{2,}", line) for line in hosts.table([first, second]).splitlines()] == [
+        ["quant", "hosts", "vanilla arms that differ", "rows with other bits"],
+        ["-" * 5, "-" * 13, "-" * 24, "-" * 20],
+        ["Q0", "avx2 : avx512", "1/4, first at 2", "4/4, first at 0"],
+        ["Q0", "avx2 : amx", "0/4 in 32 tokens", "4/4, first at 0"],
+    ]
+    document = first.document()
+    assert document["tokens"] == {"prompts": 4, "different": 1, "first": 2}
+    assert document["cell"]["host_class"] == ""
+
+
+def test_nothing_is_said_of_hosts_where_there_is_one_class(store):
+    run(of_classes("avx2"), store, Inline(1), call=on_its_class)
+    assert list(hosts.pairs(store, list(store.rows()))) == []
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from specbisect.cell import Prompt
 from specbisect.cli import flags, options, output
 from specbisect.cli.asked import Asked, from_line, from_report, parse_maps, read_prompt
 from specbisect.cli.verdicts import Verdicts
+from specbisect.cli.where import check_hosts
 from specbisect.errors import BadInput
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def _plan(asked: Asked) -> "Plan":
             f"these flags make {plan.count()} cells, and check runs one; give single values, or write a matrix"
         )
     check(plan)
+    check_hosts(plan.host_classes, None)
     return plan
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbisect.cli import options, output
-from specbisect.cli.where import Where, cluster, opened
+from specbisect.cli.where import Where, check_hosts, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.diagnose.finding import Finding
@@ -106,8 +106,12 @@ def diagnose(
 
     def wanted(row: Row) -> bool:
         if one is not None:
-            return row.id == one
-        return only is None or matches(Case(row.cell, Prompt(row.prompt_id)), only)
+            taken = row.id == one
+        else:
+            taken = only is None or matches(Case(row.cell, Prompt(row.prompt_id)), only)
+        if taken:
+            check_hosts([row.cell.host_class], where)
+        return taken
 
     with (
         opened(jobs, timeout, where) as workers,

@@ -1,24 +1,26 @@
 """A run as one JSON object."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from specbisect import __version__
 from specbisect.cell import without
+from specbisect.cli import hosts
 from specbisect.store import Row, Store
 
 SCHEMA = "specbisect.run/1"
 
 
-def document(store: Store, rows: Iterable[Row]) -> dict[str, Any]:
-    """`rows` of `store`, with where they come from and what the whole run cost."""
+def document(store: Store, rows: Sequence[Row]) -> dict[str, Any]:
+    """`rows` of `store`, with where they come from, what the whole run cost, and how far classes of hosts agree."""
     totals = store.totals()
     return {
         "schema": SCHEMA,
         "environment": _environment(store),
         "counters": {"vanilla_runs": totals.vanilla_runs, **asdict(totals.counters)},
         "cases": [case(row) for row in rows],
+        "host_classes": [pair.document() for pair in hosts.pairs(store, rows)],
     }
 
 

@@ -36,10 +36,16 @@ def environment() -> dict[str, Any]:
     return {
         "specbisect": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        **child.call(library.environment),
+        **child.call(_machine),
         "cache": f"{library.homeless(str(cache))} ({len(models)} models, {output.mebibytes(size)})",
         "llama_server": _server(),
     }
+
+
+def _machine() -> dict[str, Any]:
+    from specbisect.llama import library
+
+    return {**library.environment(), "host_class": library.host_class()}
 
 
 def _server() -> str:

@@ -42,7 +42,7 @@ def axes(command: Any) -> Any:
     """An option for each axis."""
     for axis in reversed(AXES.values()):
         names = [flag(axis.name), *LLAMA_CPP.get(axis.name, ())]
-        told = f"{axis.why}; default {plain(axis.default)}"
+        told = f"{axis.why}; default {plain(axis.default) or 'none'}"
         if isinstance(axis.default, bool):
             long = [n for n in names if n.startswith("--")]
             option = click.option(
@@ -53,7 +53,8 @@ def axes(command: Any) -> Any:
                 help=told,
             )
         else:
-            metavar = "|".join(map(str, axis.values)) if axis.values else "N"
+            kind = "NAME" if isinstance(axis.default, str) else "N"
+            metavar = "|".join(map(str, axis.values)) if axis.values else kind
             option = click.option(*names, f"{_AXIS}{axis.name}", metavar=metavar, help=told)
         command = option(command)
     return command

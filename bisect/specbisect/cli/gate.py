@@ -118,7 +118,7 @@ def judge(
     from specbisect.gate.lock import compare
     from specbisect.gate.verdict import evaluate
 
-    ready = release.ready(plan, force=force)
+    ready = release.ready(plan, where=how.where, force=force)
     make(ready.files)
     identity = identify(plan)
     if locked is None:

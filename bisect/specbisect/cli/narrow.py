@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from specbisect.cli import options, output
-from specbisect.cli.where import Where, cluster, opened
+from specbisect.cli.where import Where, check_hosts, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.cell import Case
@@ -101,6 +101,7 @@ def command(
         opened(jobs, timeout, where) as workers,
         _Bar(how["trials"]) as bar,
     ):
+        check_hosts([store.case(key).cell.host_class], where)
         try:
             found = narrow_case(store, workers, key, request, bar.show)
         except NotReproduced as error:

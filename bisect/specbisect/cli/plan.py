@@ -87,6 +87,10 @@ class _Outlook:
             f"{plan.source}: {counts.cells} cells ({len(plan.targets)} targets, {len(plan.drafters)} drafters), "
             f"{len(plan.prompts)} prompts, {self.cases} cases"
         )
+        if plan.host_classes:
+            yield (
+                f"on hosts of {', '.join(plan.host_classes)}: run it with the --scheduler of a cluster that has them"
+            )
         if counts.duplicates:
             yield f"asked for more than once, run once: {counts.duplicates} cells"
         if counts.pruned:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbisect.cli import options, output
+from specbisect.cli.where import Where, check_hosts
 from specbisect.errors import BadInput
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Ready:
     forced: "tuple[Mismatch, ...]"
 
 
-def ready(plan: "Plan", *, force: bool = False) -> Ready:
+def ready(plan: "Plan", *, where: Where | None = None, force: bool = False) -> Ready:
     """Check everything that can be known before a run; `force` lets drafters run that do not fit.
 
     Raises `BadInput` for the first thing that is wrong.
@@ -63,6 +64,7 @@ def ready(plan: "Plan", *, force: bool = False) -> Ready:
     refuse_synthetic(plan.cells())
     if any("server" in block.axes["engine"] for block in plan.blocks):
         binary.find()
+    check_hosts(plan.host_classes, where)
     validate_prompts(plan)
     mismatches = check(plan)
     if mismatches and not force:

@@ -10,7 +10,7 @@ import click
 from specbisect.cell import Case
 from specbisect.cli import options, output
 from specbisect.cli.verdicts import Verdicts
-from specbisect.cli.where import Where, cluster, opened
+from specbisect.cli.where import Where, check_hosts, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.llama.quantize import Recipe
@@ -87,6 +87,7 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
     from specbisect.store import Store
 
     files = check(plan)
+    check_hosts(plan.host_classes, how.where)
     with Store.create(how.directory, plan.digest, plan.resolved(), fresh=how.fresh) as store:
         try:
             make(files)
@@ -214,7 +215,7 @@ class _Bar:
 
 
 def _print(store: "Store", how: Execution) -> None:
-    from specbisect.cli.show import only_rows, print_rows, suggest
+    from specbisect.cli.show import only_rows, print_hosts, print_rows, suggest
 
     rows = only_rows(store.rows(), how.only)
     if how.as_json:
@@ -223,4 +224,5 @@ def _print(store: "Store", how: Execution) -> None:
         output.emit(document(store, rows))
         return
     print_rows(rows)
+    print_hosts(store, rows)
     suggest(store, rows, how.directory)

@@ -63,6 +63,7 @@ def command(
             output.emit(document(store, rows))
         else:
             print_rows(rows, each=each)
+            print_hosts(store, rows)
             suggest(store, rows, directory)
 
 
@@ -141,6 +142,14 @@ def print_rows(rows: "Sequence[Row]", *, each: bool = False) -> None:
         click.echo(f"{render.table(cells, output.columns())}\n")
         for sentence in render.legend(cells):
             click.echo(textwrap.fill(sentence, output.columns()))
+
+
+def print_hosts(store: "Store", rows: "Sequence[Row]") -> None:
+    """Print how far hosts of different classes agree, if the run is on several."""
+    from specbisect.cli import hosts
+
+    if found := list(hosts.pairs(store, rows)):
+        click.echo(f"\n{hosts.table(found)}")
 
 
 def suggest(store: "Store", rows: "Sequence[Row]", directory: Path) -> None:

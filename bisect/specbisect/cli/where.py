@@ -1,7 +1,7 @@
 """Where calls run: in child processes here, or on the workers of a Dask cluster."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,23 @@ def opened(jobs: int, timeout: float | None, where: Where | None) -> "Workers | 
         resources=where.resources,
         note=output.note,
     )
+
+
+def check_hosts(asked: Iterable[str], where: Where | None) -> None:
+    """Raises `BadInput` when a class of hosts is `asked` for that this machine is not of, and there is no cluster."""
+    for name in sorted({*asked} - {""}):
+        if where is None and name != (own := _own_class()):
+            raise BadInput(
+                f"host_class = {name!r} is not this machine's, which is {own!r}; give the --scheduler of a cluster "
+                f"with such hosts, or set SPECBISECT_HOST_CLASS={name} if this is one"
+            )
+
+
+@functools.cache
+def _own_class() -> str:
+    from specbisect.llama import child, library
+
+    return child.call(library.host_class)
 
 
 def cluster(command: Callable[..., Any]) -> Any:

@@ -20,18 +20,18 @@ from distributed import Client, KilledWorker
 from distributed.comm.core import CommClosedError
 
 from specbisect.cluster import files, node
-from specbisect.cluster.placing import POLL_S, Job, Members, Worker
+from specbisect.cluster.placing import PATIENCE_S, POLL_S, Job, Members, Worker
 from specbisect.errors import BadInput
-from specbisect.trace import Failure, host_class
+from specbisect.trace import Failure, host_kind
 
 CONNECT_S = 5.0
 DESCRIBE_S = 60.0
-PATIENCE_S = 300.0
-"""How long a run waits for a scheduler that went away, or for the first worker to come back."""
 SILENT_S = 30.0
 """A worker that has not been heard of for so long is lost."""
 MAX_LOSSES = 4
 """Workers that a call may lose before it counts as the cause."""
+AHEAD = 64
+"""Calls that may wait for their kind of host while others are free."""
 _THREADS = 1024  # each only waits; started when needed
 
 
@@ -106,9 +106,13 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """How many calls run at the same time; changes as workers come and go."""
+        """How many calls are taken at the same time; changes as workers come and go.
+
+        Calls that wait for a host of another kind than those that are free leave room for others.
+        """
         with self._members.changed:
-            return max(1, sum(worker.capacity for worker in self._members.ready()))
+            capacity = sum(worker.capacity for worker in self._members.ready())
+            return max(1, capacity + min(self._members.waiting, AHEAD))
 
     def submit(
         self, call: Callable[..., Any], *args: object, timeout: float | None = None
@@ -227,7 +231,7 @@ class Cluster:
         began = time.monotonic()
         while True:
             self._look()
-            waiting = [w for w in self._members.known.values() if not w.host_class]
+            waiting = [w for w in self._members.known.values() if not w.host_kind]
             spent = time.monotonic() - began
             if self._members.broken:
                 raise self._members.broken
@@ -282,12 +286,11 @@ class Cluster:
                     members.known.pop(address, None)
             for address in members.known.keys() - present.keys():
                 del members.known[address]
-            strangers = [w for w in members.known.values() if not w.host_class]
+            strangers = [w for w in members.known.values() if not w.host_kind]
         for worker in strangers:
             self._introduce(worker)
         with members.changed:
-            if members.ready():
-                members.since = now
+            members.greet(now)
             members.changed.notify_all()
         if now - members.since > PATIENCE_S:
             self._judge(BadInput(f"no worker of {self._address} is left; start some and run again"))
@@ -326,12 +329,15 @@ class Cluster:
         for name, mine in node.versions().items():
             if (its := answer.value.versions[name]) != mine:
                 return f"has {name} {its} and this machine {mine}; install the same there"
-        worker.host_class = host_class(answer.value.host)
+        worker.host_kind, worker.host_class = (
+            host_kind(answer.value.host),
+            answer.value.host_class,
+        )
         return ""
 
     def _refuse(self, worker: Worker, problem: str) -> None:
         line = f"worker {worker.address} {problem}"
-        worker.capacity, worker.host_class = 0, "refused"
+        worker.capacity, worker.host_kind = 0, "refused"
         if self._begun:
             self._note(f"{line}; it is not used")  # one that came late
         else:

@@ -31,10 +31,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Versions by package, and the library and machine as traces record them."""
+    """Versions by package, the library and machine as traces record them, and the class of hosts it is of."""
 
     versions: Mapping[str, str]
     host: Mapping[str, Any]
+    host_class: str
 
 
 def versions() -> dict[str, str]:
@@ -47,15 +48,15 @@ def describe(session: str) -> Answer:
 
     def described() -> Description | Failure:
         host = _pool(session).submit(_environment).result()
-        return host if isinstance(host, Failure) else Description(versions(), host)
+        return host if isinstance(host, Failure) else Description(versions(), *host)
 
     return _answer(described)
 
 
-def _environment() -> Mapping[str, Any]:
+def _environment() -> tuple[Mapping[str, Any], str]:
     from specbisect.llama import library
 
-    return library.environment()
+    return library.environment(), library.host_class()
 
 
 def locate(model: files.Wanted, maps: files.Maps) -> Answer:

@@ -16,7 +16,10 @@ import llama_cpp
 import psutil
 import xxhash
 
+from specbisect.trace import host_kind
+
 LOG_LINES = 200
+HOST_CLASS = "SPECBISECT_HOST_CLASS"
 ENVIRONMENT = re.compile(
     r"^(?!.*(KEY|TOKEN|SECRET|PASS)|GGML_NO_BACKTRACE)(GGML|LLAMA|OMP|CUDA|HIP|ROCR|VK)_[A-Z0-9_]+$"
 )
@@ -109,6 +112,11 @@ def environment() -> Mapping[str, Any]:
             k: homeless(v) for k, v in sorted(os.environ.items()) if ENVIRONMENT.match(k)
         },
     }
+
+
+def host_class() -> str:
+    """The class of hosts that this one is of: what ``SPECBISECT_HOST_CLASS`` says, else its `host_kind`."""
+    return os.environ.get(HOST_CLASS) or host_kind(environment())
 
 
 def homeless(text: str) -> str:

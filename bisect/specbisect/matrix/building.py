@@ -235,7 +235,11 @@ class _Builder:
             )
         written = {"n_predict": matrix.n_predict} if matrix.n_predict else {}
         axes = self._values(matrix.axes, written)
-        parsed = {name: parse_flag(value) for name, value in given.items()}
+        named = {axis.name for axis in AXES.values() if isinstance(axis.default, str)}
+        parsed = {
+            name: value.split(",") if name in named else parse_flag(value)
+            for name, value in given.items()
+        }
         flags = reading.validate(schema.AXES_TABLE, parsed, "--set")
         return axes | {name: getattr(flags, name) for name in given}
 

@@ -40,6 +40,11 @@ class Plan:
         """Every drafter with its parameters."""
         return tuple(dict.fromkeys(d for block in self.blocks for d in block.drafters))
 
+    @property
+    def host_classes(self) -> tuple[str, ...]:
+        """The classes of hosts that cells ask for."""
+        return tuple(dict.fromkeys(n for b in self.blocks for n in b.axes["host_class"] if n))
+
     def groups(self) -> Iterator[list[Cell]]:
         """Cells that share their vanilla arm: one target, one set of settings, all drafters."""
         return (group.cells for group in groups(self.blocks) if group.cells)

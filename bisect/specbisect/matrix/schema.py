@@ -42,7 +42,9 @@ def _axes() -> Fields:
         kind = hints[axis.name]
         if axis.minimum is not None:
             kind = Annotated[kind, Field(ge=axis.minimum)]
-        made[axis.name] = _optional(values(kind), f"default {axis.default}: {axis.why}")
+        made[axis.name] = _optional(
+            values(kind), f"default {axis.default or repr(axis.default)}: {axis.why}"
+        )
     return made
 
 

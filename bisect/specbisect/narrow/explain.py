@@ -81,6 +81,8 @@ def near(axis: Axis, value: Any) -> list[Any]:
         others = [v for v in axis.values if v != value]
         others.sort(key=lambda v: abs(axis.values.index(v) - at) if axis.values else 0)
         found = others[:NEAR]
+    elif isinstance(value, str):
+        found = []
     else:
         found = [v for v in (value - 1, value + 1) if axis.minimum is None or v >= axis.minimum]
     return found if axis.default in found else [*found, axis.default]

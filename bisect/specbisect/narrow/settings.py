@@ -78,8 +78,8 @@ def _simplest(search: Search, axis: Axis) -> None:
         def at(other: Any) -> Candidate:
             return search.best.but(**{axis.name: other})
 
-        if axis.values is None:
-            search.least(axis.minimum or 0, value, at)
-        else:
+        if axis.values is not None:
             simpler = (v for v in axis.values if (0, 0) < axis.rank(v) < axis.rank(value))
             any(search.still(at(v)) is Outcome.STILL for v in simpler)
+        elif not isinstance(value, str):
+            search.least(axis.minimum or 0, value, at)

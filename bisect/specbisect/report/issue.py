@@ -215,7 +215,7 @@ def _acceptance(about: Subject) -> Rows:
 
 
 def _settings(about: Subject) -> Rows:
-    """Every axis as asked and as resolved."""
+    """Every axis of llama.cpp as asked and as resolved."""
     cell = about.finding.case.cell
     target, draft = (
         about.traces[0].resolved.get(k, {}) if about.traces else {} for k in ("target", "draft")
@@ -223,6 +223,7 @@ def _settings(about: Subject) -> Rows:
     return [
         (a.name, getattr(cell, a.name), a.default, target.get(a.name, ""), draft.get(a.name, ""))
         for a in AXES.values()
+        if a.name != "host_class"
     ]
 
 
