@@ -25,9 +25,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """A label, its sub-kind, and the sentence users read."""
+    """A label, its sub-kind, the sentence users read, and the labels of causes that are there beside it."""
 
     label: Label
     kind: str
     summary: str
-    also: "Conclusion | None" = None
+    also: tuple[Label, ...] = ()

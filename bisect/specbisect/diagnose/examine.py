@@ -59,7 +59,7 @@ class Examination(CaseFile):
         aligned = self._alignment()
         if self.verdict.fork is not None or self.speculative.nonfinite or self.vanilla.nonfinite:
             found = numeric.conclude(self, rows)
-            return found if aligned is None else replace(found, also=aligned)
+            return found if aligned is None else replace(found, also=(*found.also, aligned.label))
         return aligned or numeric.audit(self)
 
     def _not_engaged(self) -> Conclusion:
@@ -347,7 +347,7 @@ def examine(
         label=conclusion.label,
         kind=conclusion.kind,
         summary=conclusion.summary,
-        also=() if conclusion.also is None else (conclusion.also.label,),
+        also=conclusion.also,
         evidence=tuple(examination.evidence),
         vanilla=vanilla,
         speculative=speculative,

@@ -15,7 +15,7 @@ from specbisect.diagnose.reference import RATIO, error, reference_row
 from specbisect.diagnose.replay import cycle_of, first_token
 from specbisect.diagnose.widths import WIDEST, WidthTable, width_table
 from specbisect.llama.context import Logits
-from specbisect.trace import Trace
+from specbisect.trace import Cycle, Trace
 
 NEEDS_REFERENCE = "needs-reference"
 """Sub-kind of a finding that has to be examined again with the float32 reference."""
@@ -50,10 +50,13 @@ def conclude(ex: CaseFile, rows: Mapping[int, Logits]) -> Conclusion:
     change = Change(token, at[0], at[1], cycle.width, None if batch is None else batch[at[1]])
 
     table, flips = _clean_history(ex, change)
-    if found := _defect(ex, table, [change.width], change):
+    before = _widths(trace.cycles[: at[0]])
+    # Where the fork's own batch is not enough, it is the work of all widths before it.
+    if found := _defect(ex, table, [change.width] if flips else [change.width, *before], change):
         return found
     kind = "at-fork" if flips else "accumulated"
-    return Conclusion("batch-width", kind, _in_words(ex, kind, change, table))
+    also: tuple[Label, ...] = ("kernel-defect",) if set(table.loners()) & set(before) else ()
+    return Conclusion("batch-width", kind, _in_words(ex, kind, change, table), also)
 
 
 def audit(ex: CaseFile) -> Conclusion:
@@ -63,12 +66,16 @@ def audit(ex: CaseFile) -> Conclusion:
     cycle = trace.cycles[number]
     change = Change(first_token(trace, cycle), number, 0, cycle.width, None)
     table, _ = _clean_history(ex, change)
-    used = sorted({c.width for c in trace.cycles} - {1})
-    if found := _defect(ex, table, used, None):
+    if found := _defect(ex, table, _widths(trace.cycles), None):
         return found
     return Conclusion(
         "none", "", f"no difference in {ex.verdict.compared} tokens; every row as it should be"
     )
+
+
+def _widths(cycles: Sequence[Cycle]) -> list[int]:
+    """The widths of verify batches, ascending; that of a single row cannot be out of line with itself."""
+    return sorted({cycle.width for cycle in cycles} - {1})
 
 
 def _clean_history(ex: CaseFile, change: Change) -> tuple[WidthTable, bool]:
@@ -137,7 +144,8 @@ def _defect(
         label: Label = "baseline" if 1 in broken else "kernel-defect"
         what = "width 1 gives" if 1 in broken else f"widths {broken} give"
         return Conclusion(label, "nan", f"{what} NaN or infinity{silent}")
-    odd = sorted(set(table.loners()) & set(used))
+    loners = table.loners()
+    odd = [width for width in used if width in loners]
     if odd:
         return Conclusion(
             "kernel-defect",
