@@ -1,9 +1,9 @@
 """What an arm did in this process, as a trace."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from specbisect.cell import Case
+from specbisect.cell import Case, Prompt
 from specbisect.engines.decoding import Place, Recorder
 from specbisect.errors import BadInput
 from specbisect.llama import files, library
@@ -13,16 +13,23 @@ from specbisect.trace import Cycle, Trace
 
 def prompt_ids(case: Case, vocab: Vocab) -> tuple[int, ...]:
     """The prompt as given, or tokenised by the target; never empty."""
-    prompt = case.prompt
-    ids = prompt.ids if prompt.ids is not None else vocab.tokenize(prompt.text)
+    return ids_as_asked(case.prompt, vocab.tokenize, vocab.n_tokens)
+
+
+def ids_as_asked(
+    prompt: Prompt, tokenize: Callable[[str], Iterable[int]], n_vocab: int
+) -> tuple[int, ...]:
+    """The ids of `prompt`, or those of its text. Raises `BadInput` when there are none, or one no vocabulary of this
+    size has.
+    """
+    ids = tuple(tokenize(prompt.text) if prompt.ids is None else prompt.ids)
     if not ids:
         raise BadInput(f"prompt {prompt.id} has no tokens; give it some text")
-    bad = [i for i in ids if not 0 <= i < vocab.n_tokens]
-    if bad:
+    if bad := [i for i in ids if not 0 <= i < n_vocab]:
         raise BadInput(
-            f"prompt {prompt.id}: token id {bad[0]} is not in the vocabulary of {vocab.n_tokens}"
+            f"prompt {prompt.id}: token id {bad[0]} is not in the vocabulary of {n_vocab}"
         )
-    return tuple(ids)
+    return ids
 
 
 def trace_of(

@@ -22,6 +22,7 @@ def tables(about: Subject, original: Subject, python: Script) -> dict[str, Any]:
         "proved": found.proved_minimal,
         "reason": found.reason,
         "minimal": _minimal(about, original),
+        "precisions": [(p.type, p.shows) for p in found.precisions],
         "widths": [(w.width, w.shows) for w in found.widths],
         "neighbours": _neighbours(about, found, python),
         "interactions": "; ".join(" + ".join(axes) for axes in found.interactions),

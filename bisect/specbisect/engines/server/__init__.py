@@ -7,12 +7,13 @@ once, and the vanilla one survives while the drafters change.
 import atexit
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from specbisect import stage
 from specbisect.cell import Case, Cell, DraftModel, SelfDraft, ServerSpec
+from specbisect.engines.account import ids_as_asked
 from specbisect.engines.scenario import Played, Scenario, ids_of
 from specbisect.engines.server import binary, flags
 from specbisect.engines.server.account import account
@@ -112,7 +113,7 @@ class ServerEngine:
 def _ask(server: AnyServer, case: Case, scenario: Scenario) -> tuple[list[Ids], list[Answer]]:
     """Send the requests of `scenario`; prompts and answers of the case and its companions, in this order."""
     cell, client = case.cell, server.client
-    prompt = _prompt_ids(case, client.tokenize, server.about.n_vocab)
+    prompt = ids_as_asked(case.prompt, client.tokenize, server.about.n_vocab)
     slot = 0 if isinstance(server, Server) else None
     for before in scenario.history:
         stage.report("history")
@@ -139,19 +140,6 @@ def _under_way(client: Client, wanted: int, tokens: int) -> bool:
     slots = client.get("/slots")
     counts = [s["next_token"][0]["n_decoded"] for s in slots if s.get("is_processing")]
     return len(counts) >= wanted and min(counts) >= tokens
-
-
-def _prompt_ids(case: Case, tokenize: Callable[[str], Ids], n_vocab: int) -> Ids:
-    """The prompt as given, or tokenised by the target; never empty."""
-    prompt = case.prompt
-    ids = prompt.ids if prompt.ids is not None else tokenize(prompt.text)
-    if not ids:
-        raise BadInput(f"prompt {prompt.id} has no tokens; give it some text")
-    if bad := [i for i in ids if not 0 <= i < n_vocab]:
-        raise BadInput(
-            f"prompt {prompt.id}: token id {bad[0]} is not in the vocabulary of {n_vocab}"
-        )
-    return ids
 
 
 def _models(cell: Cell) -> list[str]:
