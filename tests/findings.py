@@ -7,7 +7,15 @@ from typing import Any
 from specbisect.cell import Case, Cell, DraftModel, Model, Prompt
 from specbisect.compare import compare
 from specbisect.diagnose.finding import Evidence, Finding
-from specbisect.narrow.result import Irrelevant, Narrowed, Neighbour, Step, Tensors, Width
+from specbisect.narrow.result import (
+    Irrelevant,
+    Narrowed,
+    Neighbour,
+    Precision,
+    Step,
+    Tensors,
+    Width,
+)
 from specbisect.trace import Cycle, Trace
 
 TARGET = Model("SmolLM2", "Q4_K_M", "sha256:" + "a" * 64, "/home/alice/models/SmolLM2.Q4_K_M.gguf")
@@ -119,6 +127,10 @@ def narrowed(found: Finding) -> Narrowed:
             Neighbour(axis="target", value="Q4_K_M", neighbour="Q8_0", shows="none"),
         ),
         widths=(Width(width=3, shows="none"), Width(width=4, shows="batch-width")),
+        precisions=(
+            Precision(type="Q4_K_M", shows="batch-width"),
+            Precision(type="Q6_K", shows="none"),
+        ),
         interactions=(("n_ubatch", "type_k"),),
         tensors=Tensors(
             names=("blk.1.ffn_down.weight",),

@@ -96,6 +96,7 @@ def test_the_issue_of_a_narrowed_case_sets_it_against_the_original() -> None:
         "`python repro.py SmolLM2.Q4_K_M.gguf use_extra_bufts=0` |",
         "| target | Q4_K_M | Q8_0 | none |  |",
         "| 4 | batch-width |",
+        "| Q6_K | none |",
         "n_ubatch + type_k",
         "| flash_attn | on | auto | on, off |",
         "| blk.1.ffn_down.weight | Q4_K | Q8_0 | none | batch-width | all of them |",
