@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,11 +51,13 @@ def model(path: Path) -> Model:
     return Model(path.stem, facts.file_type, f"sha256:{facts.sha256}", str(path))
 
 
-def found(tiny_models: Callable[..., Path], fault: Fault | None, quant: str = "Q8_0") -> Finding:
+def found(
+    tiny_models: Callable[..., Path], fault: Fault | None, quant: str = "Q8_0", **axes: Any
+) -> Finding:
     """The finding on a case with that fault, in this process."""
     target, draft = model(tiny_models("llama", quant)), model(tiny_models("llama", noise=0.1))
     n_predict = 16 if fault is not None and fault.in_drafter else 40
-    cell = Cell(target, DraftModel(draft, n_max=3), n_predict=n_predict, **CROWD)
+    cell = Cell(target, DraftModel(draft, n_max=3), n_predict=n_predict, **CROWD | axes)
     case = Case(cell, Prompt("p", ids=IDS), fault)
     vanilla, speculative = run_arm(case.vanilla), run_arm(case)
     return examine_case(case, vanilla, speculative, Options(audit=True, reference=""))
@@ -73,7 +76,7 @@ def found(tiny_models: Callable[..., Path], fault: Fault | None, quant: str = "Q
 def test_the_smallest_case_has_the_label_in_a_fresh_process(
     tiny_models: Callable[..., Path], workers: Workers, fault: Fault, label: str
 ) -> None:
-    finding = found(tiny_models, fault)
+    finding = found(tiny_models, fault, host_class="some")
     assert finding.label == label
     narrowing = narrow(finding, workers, Request())
     minimal = narrowing.narrowed.minimal
@@ -82,7 +85,7 @@ def test_the_smallest_case_has_the_label_in_a_fresh_process(
     assert narrowing.reason is Reason.COMPLETE
     assert narrowing.narrowed.proved_minimal
     assert (minimal.label, minimal.kind) == (finding.label, finding.kind)
-    assert minimal.case.cell.type_k == "f16"
+    assert (minimal.case.cell.type_k, minimal.case.cell.host_class) == ("f16", "")
     assert len(minimal.case.prompt.ids or ()) == 1
     assert minimal.case.cell.n_predict < finding.case.cell.n_predict
     assert isinstance(minimal.case.cell.drafter, Scripted) == (label != "draft-alignment")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from specbisect.cell import Case, Cell, DraftModel, Model, Prompt, Scripted
+from specbisect.cell import AXES, Case, Cell, DraftModel, Model, Prompt, Scripted
 from specbisect.narrow.candidate import (
     Candidate,
     Patch,
@@ -15,6 +15,7 @@ from specbisect.narrow.candidate import (
     widths_only,
 )
 from specbisect.narrow.ddmin import Outcome, OutOfBudget
+from specbisect.narrow.explain import near
 from specbisect.narrow.gate import Budget, Gate, Memory, Seen, StoredJournal, Wanted
 from specbisect.store import Store
 from specbisect.trace import Counters
@@ -267,3 +268,16 @@ def test_an_answer_in_batches_of_one_width() -> None:
     assert own_tokens(ids, 4) == ((1, (11, 12, 13)), (5, (15, 16, 17)))
     assert own_tokens(ids, 2) == ((1, (11,)), (3, (13,)), (5, (15,)), (7, (17,)))
     assert own_tokens(ids[:1], 4) == ()
+
+
+@pytest.mark.parametrize(
+    ("axis", "value", "around"),
+    [
+        ("n_ubatch", 8, [7, 9, 512]),
+        ("n_threads", 0, [1, 0]),
+        ("flash_attn", "on", ["auto", "off"]),
+        ("host_class", "avx2", [""]),
+    ],
+)
+def test_values_around_one_are_the_nearest_and_the_default(axis, value, around):
+    assert near(AXES[axis], value) == around
