@@ -19,7 +19,9 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+import bench_by_hand
 import bench_growth
+import bench_passes
 import fetch_model
 from specbisect.cell import Case, Cell, Model, Prompt
 from specbisect.engines.libllama import LibLlama
@@ -81,11 +83,19 @@ def bare(model: LoadedModel, prompt: list[int], threads: int) -> list[int]:
     return ids
 
 
-def vanilla(threads: int) -> Iterator[Measurement]:
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for: `threads` of a case (0 for the section's own choice) and the `part` of a long section."""
+
+    threads: int
+    part: float
+
+
+def vanilla(asked: Asked) -> Iterator[Measurement]:
     """Tokens per second of the engine's vanilla arm, against a bare loop, in turns."""
     path = quantize.quantize(fetch_model.fetch("smollm2"), "Q4_K_M")
     target = Model("smollm2", "Q4_K_M", "", str(path))
-    cell = Cell(target, n_predict=TOKENS, ignore_eos=True, n_threads=threads)
+    cell = Cell(target, n_predict=TOKENS, ignore_eos=True, n_threads=asked.threads)
     case = Case(cell, Prompt("p", TEXT))
     engine = LibLlama()
     model = engine.models.get(cell.target, cell)
@@ -96,9 +106,11 @@ def vanilla(threads: int) -> Iterator[Measurement]:
         call()
         return time.perf_counter() - began
 
-    assert len(bare(model, prompt, threads)) == len(engine.run(case).ids)  # also warms both up
+    assert len(bare(model, prompt, asked.threads)) == len(
+        engine.run(case).ids
+    )  # also warms both up
     pairs = [
-        (seconds(lambda: bare(model, prompt, threads)), seconds(lambda: engine.run(case)))
+        (seconds(lambda: bare(model, prompt, asked.threads)), seconds(lambda: engine.run(case)))
         for _ in range(ROUNDS)
     ]
     ratio = statistics.median(one / other for one, other in pairs)
@@ -108,14 +120,14 @@ def vanilla(threads: int) -> Iterator[Measurement]:
     engine.close()
 
 
-def demo(threads: int) -> Iterator[Measurement]:
+def demo(asked: Asked) -> Iterator[Measurement]:
     """Where the time of the demo's workers goes, and how often they load models."""
     base = fetch_model.fetch("smollm2")
     with tempfile.TemporaryDirectory() as scratch:
         program = [sys.executable, "-m", "specbisect"]
         prepared = [*program, "quantize", base, "BF16", "Q8_0", "Q4_K_M", "Q2_K"]
         command = [*program, "run", "demo", "--base", base, "-o", scratch, "--json"]
-        command += ["--set", f"n_threads={threads}"]
+        command += ["--set", f"n_threads={asked.threads}"]
         env = os.environ | {"PYTHONPATH": str(ROOT / "bisect")}
         subprocess.run(prepared, env=env, stdout=subprocess.DEVNULL, check=True)
         began = time.perf_counter()
@@ -133,30 +145,59 @@ def demo(threads: int) -> Iterator[Measurement]:
     yield Measurement("demo", "model loads", counters["model_loads"], ceiling=len(targets) + 1)
 
 
-def growth(threads: int) -> Iterator[Measurement]:
+def by_hand(asked: Asked) -> Iterator[Measurement]:
+    """A matrix by `specbisect run`, against a shell loop around llama-server."""
+    found = bench_by_hand.by_hand(asked.threads, asked.part)
+    return (Measurement("by-hand", *one) for one in found)
+
+
+def screening(asked: Asked) -> Iterator[Measurement]:
+    """Screening the demo matrix, against running it."""
+    found = bench_passes.screening(asked.threads, asked.part)
+    return (Measurement("screening", *one) for one in found)
+
+
+def diagnosis(asked: Asked) -> Iterator[Measurement]:
+    """Diagnosis, audit and narrowing in vanilla passes."""
+    found = bench_passes.diagnosis(asked.threads, asked.part)
+    return (Measurement("diagnosis", *one) for one in found)
+
+
+def growth(_asked: Asked) -> Iterator[Measurement]:
     """What a run costs around its engine, by its size."""
-    return (Measurement("growth", *found) for found in bench_growth.growth(threads))
+    return (Measurement("growth", *found) for found in bench_growth.growth())
 
 
-def dask(threads: int) -> Iterator[Measurement]:
+def dask(_asked: Asked) -> Iterator[Measurement]:
     """A run on local Dask workers, against one in child processes."""
-    return (Measurement("dask", *found) for found in bench_growth.dask(threads))
+    return (Measurement("dask", *found) for found in bench_growth.dask())
 
 
-SECTIONS = {"vanilla": vanilla, "demo": demo, "growth": growth, "dask": dask}
+SECTIONS = {
+    "vanilla": vanilla,
+    "demo": demo,
+    "by-hand": by_hand,
+    "screening": screening,
+    "diagnosis": diagnosis,
+    "growth": growth,
+    "dask": dask,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--threads", type=int, default=0, help="0 is every core")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of a case; 0 is every core, in by-hand one [0]"
+    )
+    parser.add_argument("--part", type=float, default=1.0, help="of a long section: 0.2 is a look")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench.json")
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(SECTIONS):
         parser.error(f"there is no section {', '.join(sorted(unknown))}")
     found: list[Measurement] = []
     for name in arguments.sections or SECTIONS:
-        for measurement in SECTIONS[name](arguments.threads):
+        for measurement in SECTIONS[name](Asked(arguments.threads, arguments.part)):
             print(measurement, flush=True)
             found.append(measurement)
     document = {

@@ -97,7 +97,7 @@ def command(*words: str) -> float:
     return time.perf_counter() - began
 
 
-def growth(_threads: int) -> Iterator[Found]:
+def growth() -> Iterator[Found]:
     """Overhead of a case, memory, disk and the time of `show`, from ten cells to very many."""
     busy = {}
     with tempfile.TemporaryDirectory() as scratch, Workers(1) as workers:
@@ -146,7 +146,7 @@ def multiply(directory: Path, times: int) -> None:
             )
 
 
-def dask(_threads: int) -> Iterator[Found]:
+def dask() -> Iterator[Found]:
     """The wall time of the same cases on local Dask workers, by that of as many child processes."""
     for jobs in (1, 2):
         with tempfile.TemporaryDirectory() as scratch:
