@@ -56,11 +56,13 @@ class Examination(CaseFile):
             return found
         if not first.equal:
             return self._state(first, rows)
+        if self.verdict.fork is None and not (self.speculative.nonfinite or self.vanilla.nonfinite):
+            return self._alignment() or numeric.audit(self)
+        found = numeric.conclude(self, rows)
+        if found.label in ("kernel-defect", "baseline") or found.kind == numeric.NEEDS_REFERENCE:
+            return found  # wrong rows explain whatever was rejected, for drafts were held against them
         aligned = self._alignment()
-        if self.verdict.fork is not None or self.speculative.nonfinite or self.vanilla.nonfinite:
-            found = numeric.conclude(self, rows)
-            return found if aligned is None else replace(found, also=(*found.also, aligned.label))
-        return aligned or numeric.audit(self)
+        return found if aligned is None else replace(found, also=(*found.also, aligned.label))
 
     def _not_engaged(self) -> Conclusion:
         self.note(
