@@ -59,8 +59,9 @@ class Examination(CaseFile):
         if self.verdict.fork is None and not (self.speculative.nonfinite or self.vanilla.nonfinite):
             return self._alignment() or numeric.audit(self)
         found = numeric.conclude(self, rows)
+        # Wrong rows explain whatever was rejected, for drafts were held against them.
         if found.label in ("kernel-defect", "baseline") or found.kind == numeric.NEEDS_REFERENCE:
-            return found  # wrong rows explain whatever was rejected, for drafts were held against them
+            return found
         aligned = self._alignment()
         return found if aligned is None else replace(found, also=(*found.also, aligned.label))
 
