@@ -182,7 +182,7 @@ def cell_of(target: Target, drafter: Drafter | None, n_predict: int) -> Cell:
 
 
 def planted(targets: Iterable[Target], chosen: list[Prompt], n_predict: int) -> Iterator[Trial]:
-    """Every kind on every target at every draft length, prompts and cycles taking turns."""
+    """Every kind on every target at every draft length; prompts and cycles take turns."""
     turn = count()
     for target in targets:
         for kind in FAULT_KINDS:
@@ -324,11 +324,16 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="tiny models (the default without --base)"
     )
+    parser.add_argument(
+        "--only", metavar="KIND,…", help=f"plant these kinds only: {', '.join(FAULT_KINDS)}"
+    )
     parser.add_argument("--forks", type=int, default=200, help="natural forks to look for [200]")
     parser.add_argument("--n-predict", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("-o", "--output", type=Path, help="write every result as JSON here")
     options = parser.parse_args()
+    if unknown := set((options.only or "").split(",")) - {"", *FAULT_KINDS}:
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}")
     chosen = shipped()
     with tempfile.TemporaryDirectory() as scratch:
         targets: list[Target] = []
@@ -336,7 +341,10 @@ def main() -> int:
             targets += real_targets(options.base)
         if options.tiny or not options.base:
             targets += tiny_targets(Path(scratch))
-        found = list(results(planted(targets, chosen[:N_PROMPTS], options.n_predict), options.jobs))
+        trials = planted(targets, chosen[:N_PROMPTS], options.n_predict)
+        only = options.only.split(",") if options.only else FAULT_KINDS
+        wanted = (t for t in trials if t.case.fault is not None and t.case.fault.kind in only)
+        found = list(results(wanted, options.jobs))
         if options.forks:
             looked = natural(reversed(targets), chosen[:24], 2 * options.n_predict)
             found += results(looked, options.jobs, options.forks)
