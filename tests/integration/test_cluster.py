@@ -3,17 +3,20 @@
 import json
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
-from distributed import Client, LocalCluster
+from distributed import LocalCluster
 
 import fakes
 from specbisect.cluster import client, files, node
@@ -73,14 +76,19 @@ def workspace(tmp_path, tiny_models) -> Path:
     return tmp_path
 
 
-def command(workspace: Path, *words: str) -> subprocess.CompletedProcess:
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def command(
+    workspace: Path, *words: str, within: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "specbisect", *words],
+        [*within, sys.executable, "-m", "specbisect", *words],
         cwd=workspace,
         capture_output=True,
         text=True,
         timeout=500,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=ENVIRONMENT,
         check=False,
     )
 
@@ -229,29 +237,36 @@ def test_a_scheduler_without_workers_is_refused(monkeypatch):
 
 
 @contextmanager
-def scheduler_and_workers(address: str, *variables: Mapping[str, str]):
-    """A scheduler as people start it, and a worker with each of these environments."""
-    python = [sys.executable, "-m"]
-    port = address.rpartition(":")[2]
-    head = ["dask_scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard"]
-    worker = ["dask_worker", address, "--nthreads", "1", "--no-dashboard"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [
-        subprocess.Popen(
-            [*python, f"distributed.cli.{line[0]}", *line[1:]],
-            env=env | own,
-            stderr=subprocess.DEVNULL,
-        )
-        for line, own in [(head, {}), *((worker, own) for own in variables)]
+def started(*lines: Sequence[str], env: Mapping[str, str] = MappingProxyType({})):
+    """Processes with these command lines, and whatever they start, until the block ends."""
+    processes = [
+        subprocess.Popen(line, env=ENVIRONMENT | env, stderr=subprocess.DEVNULL) for line in lines
     ]
     try:
         yield
     finally:
-        for process in reversed(started):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
+        for process in reversed(processes):
+            children = psutil.Process(process.pid).children(recursive=True)
             process.kill()
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
             process.wait()
+
+
+SCHEDULER = sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard"
+WORKER = sys.executable, "-m", "distributed.cli.dask_worker", "--no-dashboard", "--nthreads", "1"
+
+
+@contextmanager
+def scheduler_and_workers(address: str, *variables: Mapping[str, str]):
+    """A scheduler as people start it, and a worker with each of these environments."""
+    port = address.rpartition(":")[2]
+    with ExitStack() as all_of_them:
+        all_of_them.enter_context(started((*SCHEDULER, "--host", "127.0.0.1", "--port", port)))
+        for own in variables:
+            all_of_them.enter_context(started((*WORKER, address), env=own))
+        yield
 
 
 @pytest.fixture
@@ -265,8 +280,7 @@ def test_classes_of_hosts_are_kept_to_and_held_against_each_other(workspace, add
     hosts = [{"SPECBISECT_HOST_CLASS": name, "LLAMA_MARK": name} for name in ("old", "new")]
     settings = "--set", "host_class=old,new", "--set", "n_ubatch=512"
     with scheduler_and_workers(address, *hosts):
-        with Client(address, timeout=60, set_as_default=False) as watching:
-            watching.wait_for_workers(2, timeout=60)
+        wait_for_workers(2, address)
         ran = command(
             workspace, "run", "matrix.toml", "-o", "there", *settings, "--scheduler", address
         )
@@ -300,3 +314,86 @@ def test_a_run_outlives_its_scheduler(tmp_path, address, monkeypatch):
             assert run(fakes.plan(*plan), store, cluster, call=fakes.arm).failures == 0
             stack.close()
     assert fakes.content(tmp_path / "there") == fakes.content(tmp_path / "here")
+
+
+SOON = {f"DASK_DISTRIBUTED__COMM__TIMEOUTS__{name}": "11s" for name in ("TCP", "CONNECT")}
+"""How long Dask holds on to a silent connection: as short as it allows."""
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 192.0.2.1 and 192.0.2.2, joined by a cable called ``cable`` at both ends."""
+    one, two = (f"specbisect-{os.getpid()}-{name}" for name in ("one", "two"))
+    with ExitStack() as undo:
+        try:
+            for name in (one, two):
+                ip("netns", "add", name)
+                undo.callback(ip, "netns", "delete", name)
+            ip("-n", one, "link", "add", "cable", "type", "veth", "peer", "cable", "netns", two)
+            for name, address in ((one, "192.0.2.1/24"), (two, "192.0.2.2/24")):
+                ip("-n", name, "address", "add", address, "dev", "cable")
+                ip("-n", name, "link", "set", "cable", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = f"NOT TESTED, a network that is cut: {getattr(error, 'stderr', '') or error}"
+            warnings.warn(reason, stacklevel=1)  # a skipped test alone is easily overlooked
+            pytest.skip(reason)
+        yield one, two
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def test_a_run_outlives_a_cut_between_its_workers(workspace, namespaces):
+    run = "run", "matrix.toml", "--set", "n_predict=200", "-o"
+    here = command(workspace, *run, "here", "--jobs", "2")
+    assert here.returncode in (0, 1), here.stderr
+
+    address, starts = "tcp://192.0.2.1:8786", workspace / "starts"
+    one, two = (("ip", "netns", "exec", name) for name in namespaces)
+    worker = shlex.join((*WORKER, address, "--host", "192.0.2.2"))
+    again = f"while :; do echo >>{starts}; {worker}; done"  # as a service manager does
+    done = threading.Event()
+
+    def cut() -> None:
+        while not finished(workspace / "there") and not done.wait(0.1):
+            pass
+        ip("-n", namespaces[1], "link", "set", "cable", "down")
+        while len(starts.read_text()) < 2 and not done.wait(0.1):  # until the worker has given up
+            pass
+        ip("-n", namespaces[1], "link", "set", "cable", "up")
+
+    lines = (
+        (*one, *SCHEDULER, "--host", "192.0.2.1"),
+        (*one, *WORKER, address, "--host", "192.0.2.1"),
+        (*two, "sh", "-c", again),
+    )
+    with started(*lines, env=SOON):
+        wait_for_workers(2, address, within=one)
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        try:
+            there = command(workspace, *run, "there", "--scheduler", address, within=one)
+        finally:
+            done.set()
+            cutting.join()
+        wait_for_workers(2, address, within=one)
+    assert there.returncode == here.returncode, there.stderr
+    assert found(workspace / "there") == found(workspace / "here")
+    assert len(starts.read_text()) > 1
+
+
+def finished(directory: Path) -> int:
+    """How many cases of a run have finished; 0 before it has begun."""
+    with suppress(BadInput), Store.open(directory, readonly=True) as store:
+        return store.count()
+    return 0
+
+
+def wait_for_workers(n: int, address: str, within: Sequence[str] = ()) -> None:
+    """Until so many workers have come to a scheduler, that is reached from `within` a namespace."""
+    program = (
+        f"from distributed import Client; Client({address!r}, timeout=60).wait_for_workers({n}, 60)"
+    )
+    subprocess.run([*within, sys.executable, "-c", program], check=True, timeout=120)

@@ -1,20 +1,27 @@
 """What the workers of a cluster are asked to do: each call in a child process of theirs, so that none dies of it."""
 
+import functools
 import multiprocessing
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from distributed import get_worker
+import dask
+from distributed import Status, Worker, get_worker
 
 from specbisect import __version__
 from specbisect.cluster import files
 from specbisect.errors import BadInput
 from specbisect.trace import Failure
 from specbisect.workers import Workers
+
+POLL_S = 1.0
+_ENDING = (Status.closing, Status.closed, Status.failed)
 
 _lock = threading.Lock()
 _pools: dict[str, Workers] = {}
@@ -109,11 +116,34 @@ def _pool(session: str) -> Workers:
     """The child processes of this worker for one coordinator, as many as the worker has threads."""
     with _lock:
         if session not in _pools:
+            worker = get_worker()
+            _watch(worker)
+            _forget_thread_counts()
             # Dask marks its processes as daemons, which may have no children. Ours end with their parent anyway.
             with suppress(AssertionError):
                 multiprocessing.current_process().daemon = False
-            _pools[session] = Workers(get_worker().state.nthreads)
+            _pools[session] = Workers(worker.state.nthreads)
         return _pools[session]
+
+
+@functools.cache
+def _watch(worker: Worker) -> None:
+    """End all child processes when `worker` closes, as it does without its scheduler: it would wait for them."""
+
+    def end_them() -> None:
+        while worker.status not in _ENDING:
+            time.sleep(POLL_S)
+        for session in list(_pools):
+            close(session)
+
+    threading.Thread(target=end_them, daemon=True, name="worker watch").start()
+
+
+def _forget_thread_counts() -> None:
+    """Take back the variables that Dask sets for its workers: llama.cpp is told its threads, and traces record them."""
+    for name, value in dask.config.get("distributed.nanny.pre-spawn-environ").items():
+        if os.environ.get(name) == str(value):
+            del os.environ[name]
 
 
 def close(session: str) -> None:
