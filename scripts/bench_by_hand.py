@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shlex
 import socket
 import subprocess
@@ -15,13 +16,20 @@ import fetch_model
 import llama_build
 from specbisect.cell import Cell, DraftModel, NgramSimple
 from specbisect.llama import library
-from specbisect.matrix import Overrides, Plan, find, load
+from specbisect.matrix import Overrides, Plan, load
 from specbisect.store import Store
 from specbisect.trace import Trace
 
 ROOT = Path(__file__).resolve().parent.parent
-QUANTS = "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "BF16"
-PROMPTS = 5
+QUANTS = "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0"
+PROMPTS = (
+    "The history of the bicycle begins",
+    "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,",
+    "To boil an egg, first",
+    "red, green, blue, red, green, blue, red,",
+    "def add(a, b):\n    return",
+)
+"""As people type them at a shell."""
 TOKENS = 24
 MATRIX = f"""
 schema = "specbisect.matrix/1"
@@ -29,6 +37,7 @@ prompts = "prompts.jsonl"
 n_predict = {TOKENS}
 
 [axes]
+n_ctx = 512
 ignore_eos = true
 
 [target]
@@ -59,7 +68,7 @@ mkdir -p answers
 arm() { # NAME FLAG…: a server of its own, every prompt posted to it, its answers kept
     local name=$1
     shift
-    "$server" --host 127.0.0.1 --port "$port" --threads "$threads" --ctx-size 2048 --parallel 1 "$@" >server.log 2>&1 &
+    "$server" --host 127.0.0.1 --port "$port" --threads "$threads" --ctx-size 512 --parallel 1 "$@" >server.log 2>&1 &
     until curl --silent --fail "$url/health" >/dev/null; do
         kill -0 $! # it has died
         sleep 0.1
@@ -104,12 +113,6 @@ def write(plan: Plan, directory: Path) -> None:
     (directory / "by-hand.sh").write_text(text)
 
 
-def shortest_prompts() -> str:
-    """The shortest of the shipped prompts, as lines of JSON: what people type at a shell is short."""
-    lines = (find("demo").parent / "prompts/default.jsonl").read_text().splitlines()
-    return "\n".join(sorted(lines, key=lambda line: len(json.loads(line)["text"]))[:PROMPTS])
-
-
 def flags(cell: Cell) -> str:
     """A drafter as llama-server's flags."""
     match cell.drafter:
@@ -121,9 +124,9 @@ def flags(cell: Cell) -> str:
     raise AssertionError(cell.drafter)
 
 
-def seconds(command: Iterable[object], directory: Path, **environment: str) -> float:
-    """How long a command takes in `directory`; exit code 1 means that cases differ."""
-    began = time.perf_counter()
+def cost(command: Iterable[object], directory: Path, **environment: str) -> tuple[float, float]:
+    """Seconds of wall time and of CPU time that a command takes; exit code 1 means that cases differ."""
+    began, used = time.perf_counter(), children()
     done = subprocess.run(
         [str(word) for word in command],
         cwd=directory,
@@ -133,7 +136,13 @@ def seconds(command: Iterable[object], directory: Path, **environment: str) -> f
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
-    return time.perf_counter() - began
+    return time.perf_counter() - began, children() - used
+
+
+def children() -> float:
+    """Seconds of CPU time of every process that this one has waited for, and those waited for by them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def free_port() -> int:
@@ -162,19 +171,21 @@ def by_hand(threads: int, part: float, jobs: int | None = None) -> Iterator[Foun
     with tempfile.TemporaryDirectory() as scratch:
         there, matrix = Path(scratch) / "by-hand", Path(scratch) / "by-hand.toml"
         matrix.write_text(MATRIX)
-        (Path(scratch) / "prompts.jsonl").write_text(shortest_prompts())
         axes = {"n_threads": str(threads)}
+        lines = [json.dumps({"id": f"p{n}", "text": text}) for n, text in enumerate(PROMPTS)]
+        (Path(scratch) / "prompts.jsonl").write_text("\n".join(lines))
         plan = load(matrix, Overrides(base=base, quants=quants, axes=axes))
         plan.prepare()
         write(plan, there)
         run = [sys.executable, "-m", "specbisect", "run", matrix, "--base", base, "-o", "run"]
         run += ["--quant", ",".join(quants), "--set", f"n_threads={threads}", "--jobs", jobs]
         run += ["--json"]
-        here = seconds(run, Path(scratch), PYTHONPATH=str(ROOT / "bisect"))
-        hand = seconds(["bash", "by-hand.sh", server, free_port(), threads], there)
+        here, here_cpu = cost(run, Path(scratch), PYTHONPATH=str(ROOT / "bisect"))
+        hand, hand_cpu = cost(["bash", "by-hand.sh", server, free_port(), threads], there)
         with Store.open(Path(scratch) / "run", readonly=True) as store:
             same = list(agreeing(store, plan, there / "answers"))
     yield "cells", plan.count(), None, None
     yield "seconds by hand", hand, None, None
     yield "arms with the same tokens both ways, share", sum(same) / len(same), None, None
+    yield "CPU time of `run` by that by hand", here_cpu / hand_cpu, None, None
     yield f"wall time of `run --jobs {jobs}` by that by hand", here / hand, None, 0.25
