@@ -297,6 +297,29 @@ def test_classes_of_hosts_are_kept_to_and_held_against_each_other(workspace, add
     ] * 2
 
 
+def test_a_gate_compares_the_lock_with_the_workers(workspace, address):
+    small = "matrix.toml", "--target", "target.gguf", "--set", "n_ubatch=512", "--max-prompts", "1"
+    locked = command(workspace, "lock", *small, "-o", "here.lock", "--directory", "locked")
+    assert locked.returncode == 0, locked.stderr
+    gate = "gate", *small, "--lock", "here.lock", "--scheduler", address
+
+    with scheduler_and_workers(address, {}):
+        wait_for_workers(1, address)
+        alike = command(workspace, *gate, "--directory", "alike")
+        assert alike.returncode in (0, 1, 3), alike.stderr
+        assert len(found(workspace / "alike")) == 2
+        with started((*WORKER, address), env={"LLAMA_MARK": "other"}):
+            wait_for_workers(2, address)
+            unlike = command(workspace, *gate, "--directory", "unlike")
+    assert (unlike.returncode, unlike.stdout) == (2, "")
+    assert "are not alike (machine.variables.LLAMA_MARK: " in unlike.stderr
+    with scheduler_and_workers(address, {"LLAMA_MARK": "other"}):
+        wait_for_workers(1, address)
+        other = command(workspace, *gate, "--directory", "other")
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "this is not what was locked: machine.variables.LLAMA_MARK: " in other.stderr
+
+
 def test_a_run_outlives_its_scheduler(tmp_path, address, monkeypatch):
     monkeypatch.setattr(client, "CONNECT_S", 20.0)
     plan = 1, 2, ("",) * 3

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specbisect.cli import options, output, release
-from specbisect.cli.where import cluster
+from specbisect.cli.where import asking, cluster
 from specbisect.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def judge(
 
     ready = release.ready(plan, where=how.where, force=force)
     make(ready.files)
-    identity = identify(plan)
+    identity = identify(plan, asking(how.where))
     if locked is None:
         if rules.acceptance:
             output.note("without --lock, acceptance is held against fixed floors only")

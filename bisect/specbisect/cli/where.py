@@ -28,8 +28,10 @@ def opened(jobs: int, timeout: float | None, where: Where | None) -> "Workers | 
     """A context manager that takes calls. Raises `BadInput` when the cluster cannot be used."""
     from specbisect.workers import Workers
 
-    if where is None:
-        return Workers(jobs, timeout)
+    return Workers(jobs, timeout) if where is None else _connected(where, timeout)
+
+
+def _connected(where: Where, timeout: float | None = None) -> "Cluster":
     try:
         from specbisect.cluster.client import Cluster
     except ModuleNotFoundError as error:
@@ -43,6 +45,29 @@ def opened(jobs: int, timeout: float | None, where: Where | None) -> "Workers | 
         resources=where.resources,
         note=output.note,
     )
+
+
+def asking(where: Where | None) -> Callable[..., Any]:
+    """What calls a function in a process of its own where cases run, and gives its answer.
+
+    On a cluster, every worker is asked, and it raises `BadInput` when not all answers are the same.
+    """
+    from specbisect.llama import child
+    from specbisect.store.directory import differences
+
+    def ask(function: Callable[..., Any], *args: object) -> Any:
+        assert where is not None
+        with _connected(where) as cluster:
+            (one, answer), *others = cluster.everywhere(function, *args).items()
+        for address, other in others:
+            if line := next(differences(answer, other), None):
+                raise BadInput(
+                    f"workers {one} and {address} are not alike ({line}), and one verdict is about one kind of host; "
+                    "stop one of them"
+                )
+        return answer
+
+    return child.call if where is None else ask
 
 
 def check_hosts(asked: Iterable[str], where: Where | None) -> None:

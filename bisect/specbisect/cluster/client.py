@@ -21,7 +21,7 @@ from distributed.comm.core import CommClosedError
 
 from specbisect.cluster import files, node
 from specbisect.cluster.placing import PATIENCE_S, POLL_S, Job, Members, Worker
-from specbisect.errors import BadInput
+from specbisect.errors import BadInput, EngineFault
 from specbisect.trace import Failure, host_kind
 
 CONNECT_S = 5.0
@@ -123,6 +123,27 @@ class Cluster:
         as `BadInput` that names the worker.
         """
         return self._threads.submit(self._run, Job.of(call, args, timeout or self._timeout))
+
+    def everywhere(self, call: Callable[..., Any], *args: object) -> dict[str, Any]:
+        """What ``call(*args)`` comes to in a child process of each worker, by its address.
+
+        Raises what the call raises, and `EngineFault` when a worker has no answer.
+        """
+        with self._members.changed:
+            addresses = [worker.address for worker in self._members.ready()]
+        return {address: self._at(address, call, args) for address in addresses}
+
+    def _at(self, address: str, call: Callable[..., Any], args: tuple[object, ...]) -> Any:
+        work = (self._session, call, args, (), self._maps, self._timeout)
+        try:
+            answer = self._ask(address, node.perform, *work, resources=self._resources)
+        except Lost:
+            raise EngineFault("worker", f"{address} was lost; run the command again") from None
+        if answer.error:
+            raise answer.error
+        if isinstance(answer.value, Failure):
+            raise EngineFault(answer.value.stage, f"worker {address}: {answer.value.reason}")
+        return answer.value
 
     def _run(self, job: Job) -> Any:
         losses = 0

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -68,22 +68,24 @@ class Identity(Table):
     prompts: dict[str, str]
 
 
-def identify(plan: Plan) -> Identity:
+def identify(plan: Plan, ask: Callable[..., Any] = child.call) -> Identity:
     """The identity of `plan` before it runs, so without resolved settings. Its files must have been made.
 
-    Raises `BadInput` when part of it cannot be told: a file that cannot be read, a server that is somebody else's.
+    `ask` calls a function where the cases will run. Raises `BadInput` when part of it cannot be told: a file that
+    cannot be read, a server that is somebody else's.
     """
     cells = list(plan.cells())
     settings = {settings_key(cell): cell for cell in reversed(cells)}
     models = (*plan.targets, *draft_models(cells))
-    environment, tokenizers = child.call(_ask, tuple(model.path for model in models))
+    tokenizers = child.call(_tokenizers, tuple(model.path for model in models))
+    host = ask(host_of, sorted({cell.engine for cell in cells}))
     pins = [pin(*one) for one in zip(models, tokenizers, strict=True)]
     n = len(plan.targets)
     return Identity(
         target=pins[:n],
         drafter=pins[n:],
-        library=_library({cell.engine for cell in cells}, environment["library"]),
-        machine={name: environment[name] for name in _MACHINE} | {"drivers": list(drivers())},
+        library=host["library"],
+        machine=host["machine"],
         settings=[_setting(key, cell) for key, cell in reversed(settings.items())],
         prompts={"digest": prompts_digest(plan.prompts)}
         | {prompt.id: digest(asdict(prompt)) for prompt in plan.prompts},
@@ -148,9 +150,18 @@ def _settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _ask(paths: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What llama.cpp says of this machine and of the vocabularies of `paths`; for a process of its own."""
-    return dict(library.environment()), [tokenizer(path) for path in paths]
+def host_of(engines: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The parts of an identity that this host has: library and machine; for a process of its own."""
+    environment = library.environment()
+    return {
+        "library": _library(engines, environment["library"]),
+        "machine": {name: environment[name] for name in _MACHINE} | {"drivers": list(drivers())},
+    }
+
+
+def _tokenizers(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """What llama.cpp says of the vocabularies of `paths`; for a process of its own."""
+    return [tokenizer(path) for path in paths]
 
 
 def pin(model: Model, tokenizer: Mapping[str, Any]) -> ModelPin:
