@@ -19,10 +19,13 @@ import pytest
 from distributed import LocalCluster
 
 import fakes
+from specbisect.cell import Case, Cell, DraftModel, Model, Prompt
 from specbisect.cluster import client, files, node
 from specbisect.cluster.client import Cluster
 from specbisect.diagnose.finding import Finding
 from specbisect.errors import BadInput
+from specbisect.narrow.running import Trials
+from specbisect.narrow.trial import Look
 from specbisect.runner import run
 from specbisect.store import Store
 from specbisect.trace import Failure
@@ -164,6 +167,21 @@ def test_a_run_whose_workers_are_killed_again_and_again_finds_the_same(workspace
             again = command(workspace, *run, there, "--scheduler", workers.scheduler_address)
             assert again.returncode == here.returncode, again.stderr
             assert found(workspace / there) == expected
+
+
+def test_the_smallest_case_is_examined_on_a_worker_as_here(tiny_models, workers):
+    paths = tiny_models("llama", "Q4_K_M"), tiny_models("llama", "Q4_K_M", noise=0.1)
+    target, draft = (
+        Model(p.stem, "Q4_K_M", f"sha256:{files.wanted(str(p)).sha256}", str(p)) for p in paths
+    )
+    cell = Cell(target, DraftModel(draft, 3), n_predict=12, n_threads=1)
+    case = Case(cell, Prompt("p", ids=(1, 40, 77, 120)))
+    shown = []
+    with Workers(1) as processes, Cluster(workers.scheduler_address) as cluster:
+        for submit in (processes, cluster):
+            finding = Trials(submit, Look("batch-width", reference="")).examine(case)
+            shown.append((finding.label, finding.kind, finding.verdict, finding.speculative.ids))
+    assert shown[0] == shown[1]
 
 
 def test_a_crash_is_a_failure_and_the_worker_lives(workers):
