@@ -184,8 +184,13 @@ def by_hand(threads: int, part: float, jobs: int | None = None) -> Iterator[Foun
         hand, hand_cpu = cost(["bash", "by-hand.sh", server, free_port(), threads], there)
         with Store.open(Path(scratch) / "run", readonly=True) as store:
             same = list(agreeing(store, plan, there / "answers"))
+            totals = store.totals()
+    arms = totals.vanilla_runs + plan.count_cases()
+    inside = totals.counters.decode_s / totals.counters.total_s
     yield "cells", plan.count(), None, None
     yield "seconds by hand", hand, None, None
     yield "arms with the same tokens both ways, share", sum(same) / len(same), None, None
+    yield "arms run by those by hand", arms / len(same), None, None
+    yield "share of the arms' time inside llama_decode", inside, None, None
     yield "CPU time of `run` by that by hand", here_cpu / hand_cpu, None, None
     yield f"wall time of `run --jobs {jobs}` by that by hand", here / hand, None, 0.25
