@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -423,6 +424,36 @@ def test_a_run_outlives_a_cut_between_its_workers(workspace, namespaces):
     assert there.returncode == here.returncode, there.stderr
     assert found(workspace / "there") == found(workspace / "here")
     assert len(starts.read_text()) > 1
+
+
+def spawned() -> set[int]:
+    """Every Python process that `multiprocessing` started beneath this one: workers, and what they run calls in."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "spawn_main" in " ".join(process.cmdline()):
+                found.add(process.pid)
+    return found
+
+
+def test_a_worker_lets_go_of_what_a_killed_coordinator_held(workspace, address):
+    run = "run", "matrix.toml", "--set", "n_predict=200", "-o", "there", "--scheduler", address
+    with scheduler_and_workers(address, {"SPECBISECT_WORKER_IDLE_S": "1"}):
+        wait_for_workers(1, address)
+        before = spawned()
+        coordinator = subprocess.Popen(
+            [sys.executable, "-m", "specbisect", *run], cwd=workspace, env=ENVIRONMENT
+        )
+        while not finished(workspace / "there"):
+            assert coordinator.poll() is None
+            time.sleep(0.05)
+        assert spawned() > before
+        coordinator.kill()
+        coordinator.wait()
+        end = time.monotonic() + 120
+        while spawned() != before:
+            assert time.monotonic() < end, "the child processes are still there"
+            time.sleep(0.2)
 
 
 def finished(directory: Path) -> int:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -21,10 +21,26 @@ from specbisect.trace import Failure
 from specbisect.workers import Workers
 
 POLL_S = 1.0
+IDLE_S = float(os.environ.get("SPECBISECT_WORKER_IDLE_S", "600"))
+"""Seconds without a call after which a coordinator's child processes, with the models they hold, are let go: one that
+was killed cannot say that it is gone, and one that still lives gets new ones."""
 _ENDING = (Status.closing, Status.closed, Status.failed)
 
 _lock = threading.Lock()
-_pools: dict[str, Workers] = {}
+_sessions: dict[str, "_Session"] = {}
+
+
+@dataclass(slots=True)
+class _Session:
+    """The child processes of this worker for one coordinator, how many calls run there, and when one last ended."""
+
+    children: Workers
+    running: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and time.monotonic() - self.since > IDLE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,7 @@ def describe(session: str) -> Answer:
     """The `Description` of this worker."""
 
     def described() -> Description | Failure:
-        host = _pool(session).submit(_environment).result()
+        host = _in_a_child(session, _environment)
         return host if isinstance(host, Failure) else Description(versions(), *host)
 
     return _answer(described)
@@ -96,7 +112,7 @@ def perform(
             return found
         places[model.path] = found.value
     here = tuple(files.replaced(arg, places) for arg in args)
-    return _answer(lambda: _pool(session).submit(call, *here, timeout=timeout).result())
+    return _answer(lambda: _in_a_child(session, call, *here, timeout=timeout))
 
 
 def _answer(ask: Callable[[], Any]) -> Answer:
@@ -112,29 +128,40 @@ def _named(error: BadInput) -> BadInput:
     return BadInput(f"worker {get_worker().address}: {error}")
 
 
-def _pool(session: str) -> Workers:
-    """The child processes of this worker for one coordinator, as many as the worker has threads."""
+def _in_a_child(
+    session: str, call: Callable[..., Any], *args: object, timeout: float | None = None
+) -> Any:
+    """What ``call(*args)`` comes to in a child process of this worker, of which it has as many as threads."""
     with _lock:
-        if session not in _pools:
+        if session not in _sessions:
             worker = get_worker()
             _watch(worker)
             _forget_thread_counts()
             # Dask marks its processes as daemons, which may have no children. Ours end with their parent anyway.
             with suppress(AssertionError):
                 multiprocessing.current_process().daemon = False
-            _pools[session] = Workers(worker.state.nthreads)
-        return _pools[session]
+            _sessions[session] = _Session(Workers(worker.state.nthreads))
+        found = _sessions[session]
+        found.running += 1
+    try:
+        return found.children.submit(call, *args, timeout=timeout).result()
+    finally:
+        with _lock:
+            found.running -= 1
+            found.since = time.monotonic()
 
 
 @functools.cache
 def _watch(worker: Worker) -> None:
-    """End all child processes when `worker` closes, as it does without its scheduler: it would wait for them."""
+    """End child processes when they are idle, and all when `worker` closes, as it does without its scheduler: it would
+    wait for them.
+    """
 
     def end_them() -> None:
         while worker.status not in _ENDING:
             time.sleep(POLL_S)
-        for session in list(_pools):
-            close(session)
+            _close(lambda session: session.idle)
+        _close(lambda _: True)
 
     threading.Thread(target=end_them, daemon=True, name="worker watch").start()
 
@@ -149,6 +176,13 @@ def _forget_thread_counts() -> None:
 def close(session: str) -> None:
     """End what still runs for that coordinator, and its child processes."""
     with _lock:
-        pool = _pools.pop(session, None)
-    if pool is not None:
-        pool.__exit__()
+        found = _sessions.pop(session, None)
+    if found is not None:
+        found.children.__exit__()
+
+
+def _close(wanted: Callable[[_Session], bool]) -> None:
+    with _lock:
+        gone = [_sessions.pop(name) for name, session in list(_sessions.items()) if wanted(session)]
+    for session in gone:
+        session.children.__exit__()
