@@ -107,9 +107,13 @@ class Trace:
         return host_kind(self.provenance.get("host", {}))
 
 
+HOST_PARTS = "library", "cpu", "cores", "devices"
+"""What hosts have in common that compute the same bits."""
+
+
 def host_kind(host: Mapping[str, Any]) -> str:
     """Names hosts that compute the same bits: by library build, processor, cores and devices, not by host name."""
-    known = {name: host[name] for name in ("library", "cpu", "cores", "devices") if name in host}
+    known = {name: host[name] for name in HOST_PARTS if name in host}
     return digest(known) if known else ""
 
 

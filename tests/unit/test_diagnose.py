@@ -14,8 +14,10 @@ from specbisect.diagnose.envelope import measure
 from specbisect.diagnose.examine import examine
 from specbisect.diagnose.lab import Lab, scripted
 from specbisect.diagnose.replay import positive_control, replay, replay_as
+from specbisect.diagnose.run import examine_case, measure_envelope
 from specbisect.diagnose.widths import AtWidth, WidthTable
 from specbisect.engines.libllama import LibLlama
+from specbisect.errors import BadInput
 from specbisect.fault import Fault
 from specbisect.trace import Cycle, Trace
 
@@ -152,6 +154,23 @@ def test_a_void_control_voids_the_diagnosis(
     monkeypatch.setattr("specbisect.diagnose.examine.positive_control", lambda lab, trace: False)
     finding = examine(engine, case, vanilla, speculative, Options())
     assert (finding.label, finding.kind) == ("unexplained", "void")
+
+
+def test_traces_of_another_kind_of_host_are_not_replayed_here(
+    case_of: Callable[..., Case], engine: LibLlama
+) -> None:
+    """A replay gives other bits there, and a diagnosis would blame the memory."""
+    case = case_of("llama")
+
+    def elsewhere(trace: Trace) -> Trace:
+        host = {**trace.provenance["host"], "cpu": "another"}
+        return replace(trace, provenance={**trace.provenance, "host": host})
+
+    vanilla, speculative = engine.run(case.vanilla), engine.run(case)
+    with pytest.raises(BadInput, match=f"{case.key} ran where cpu is another, not .*--fresh"):
+        examine_case(case, elsewhere(vanilla), elsewhere(speculative), Options())
+    with pytest.raises(BadInput, match="diagnose it there"):
+        measure_envelope(case.vanilla, elsewhere(vanilla), (2,))
 
 
 def test_findings_survive_the_way_to_disk(case_of: Callable[..., Case], engine: LibLlama) -> None:

@@ -24,9 +24,10 @@ from specbisect.diagnose.served import examine_served
 from specbisect.engines import engine
 from specbisect.engines.libllama import LibLlama
 from specbisect.errors import BadInput
+from specbisect.llama import library
 from specbisect.runner import Submit
 from specbisect.store import Row, Store
-from specbisect.trace import Failure, Trace
+from specbisect.trace import HOST_PARTS, Failure, Trace
 
 COLLAPSED = 0.5
 """Acceptance below this share of the group's median is suspicious."""
@@ -56,14 +57,32 @@ class Progress:
 
 
 def examine_case(case: Case, vanilla: Trace, speculative: Trace, options: Options) -> Finding:
-    """Examine a case in this process; what worker processes are asked to call."""
+    """Examine a case in this process; what worker processes are asked to call.
+
+    Raises `BadInput` when its traces were made on another kind of host.
+    """
+    _made_here(speculative, case)
     experiments = examine if case.cell.engine == "libllama" else examine_served
     return experiments(_libllama(), case, vanilla, speculative, options)
 
 
 def measure_envelope(case: Case, trace: Trace, widths: tuple[int, ...]) -> Envelope:
-    """`measure` in this process; what worker processes are asked to call."""
+    """`measure` in this process, under the condition of `examine_case`; what worker processes are asked to call."""
+    _made_here(trace, case)
     return measure(_libllama(), case, trace, widths)
+
+
+def _made_here(trace: Trace, case: Case) -> None:
+    """Bits from another kind of host differ from those of any replay here, and would pass for a wrong memory."""
+    there, here = trace.provenance.get("host", {}), library.environment()
+    for part in HOST_PARTS:
+        if part == "library" and case.cell.engine == "server":
+            continue  # the server's own build
+        if part in there and digest(there[part]) != digest(here[part]):
+            raise BadInput(
+                f"case {case.key} ran where {part} is {there[part]}, not {here[part]} as here, so its bits are others; "
+                "diagnose it there, or run the matrix here with --fresh"
+            )
 
 
 def _libllama() -> LibLlama:
