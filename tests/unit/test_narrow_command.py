@@ -57,11 +57,11 @@ def invoke(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: Narrowed, *options: str
 ) -> tuple[int, str, str]:
     """Exit code, output and messages of the command when a search ends with `found`."""
-    with Store.create(tmp_path / "run", "plan", {}):
-        pass
+    with Store.create(tmp_path / "run", "plan", {}) as store:
+        store.save_case(0, ORIGINAL, Verdict("fork"), None)
     narrowing = Narrowing(found, Reason.COMPLETE, Wanted("state"))
     monkeypatch.setattr(run, "narrow_case", lambda *_: narrowing)
-    arguments = [str(tmp_path / "run"), "--case", "abc", *options]
+    arguments = [str(tmp_path / "run"), "--case", ORIGINAL.key, *options]
     result = CliRunner().invoke(command, arguments, standalone_mode=False, catch_exceptions=False)
     assert result.return_value is narrowing
     return narrowing.exit_code, result.stdout, result.stderr
