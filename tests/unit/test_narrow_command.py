@@ -58,7 +58,8 @@ def invoke(
 ) -> tuple[int, str, str]:
     """Exit code, output and messages of the command when a search ends with `found`."""
     with Store.create(tmp_path / "run", "plan", {}) as store:
-        store.save_case(0, ORIGINAL, Verdict("fork"), None)
+        store.save_arm(ORIGINAL.vanilla.key, GONE)
+        store.save_case(0, ORIGINAL, Verdict("failed"), None)
     narrowing = Narrowing(found, Reason.COMPLETE, Wanted("state"))
     monkeypatch.setattr(run, "narrow_case", lambda *_: narrowing)
     arguments = [str(tmp_path / "run"), "--case", ORIGINAL.key, *options]
