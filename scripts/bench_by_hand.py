@@ -71,7 +71,7 @@ arm() { # NAME FLAG…: a server of its own, every prompt posted to it, its answ
     "$server" --host 127.0.0.1 --port "$port" --threads "$threads" --ctx-size 512 --parallel 1 "$@" >server.log 2>&1 &
     until curl --silent --fail "$url/health" >/dev/null; do
         kill -0 $! # it has died
-        sleep 0.1
+        sleep 0.2
     done
     for prompt in prompts/*.json; do
         curl --silent --fail "$url/completion" --data "@$prompt" --output "answers/$name.$(basename "$prompt")"
