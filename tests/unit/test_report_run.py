@@ -249,3 +249,38 @@ def test_the_command_writes_what_it_lists(
     for wrong in (("--case", case, "--format", "md"), ("--redact-prompt",)):
         with pytest.raises(BadInput):
             report(*wrong)
+
+
+def test_only_a_difference_is_reported_and_into_a_directory_with_a_name(
+    store: Store, tmp_path: Path
+) -> None:
+    row = list(store.rows(outcome="agree"))[1]
+    nothing = finding("none", case=store.case(row.id))
+    with store.transaction():
+        store.save_finding(row.id, nothing.model_dump_json(by_alias=True))
+    with pytest.raises(BadInput, match=f"case {row.id[:8]} shows no difference; there is nothing"):
+        report(store, "--case", row.id, "-o", str(tmp_path / "out"))
+    with pytest.raises(BadInput, match="-o is empty"):
+        report(store, "-o", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_that_it_reports_the_narrowed_case_and_where_its_models_are(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = list(store.rows(outcome="fork"))[-1]
+    whole = finding("verification", case=finding().case)
+    with store.transaction():
+        store.save_finding(row.id, whole.model_dump_json(by_alias=True))
+    store.keep(f"narrowed:{row.id}", narrowed(whole).model_dump_json(by_alias=True))
+    report(store, "--case", row.id, "-o", str(tmp_path))
+    said = capsys.readouterr().err
+    origin = f"smallest case found by narrowing case {row.id[:8]} (token 4 of the answer"
+    assert origin in said
+    assert "SmolLM2.Q4_K_M.gguf is /home/alice/models/SmolLM2.Q4_K_M.gguf" in said
+    assert "mallest case found by narrowing case" in (tmp_path / "issue.md").read_text()
+    assert "alice" not in "".join(p.read_text() for p in tmp_path.iterdir())
+
+
+def report(store: Store, *arguments: str) -> None:
+    command.main([str(store.path), *arguments], standalone_mode=False)

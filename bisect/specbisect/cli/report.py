@@ -1,6 +1,6 @@
 """``specbisect report``: what a run or a case has shown, for others to read and to check."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +12,18 @@ from specbisect.cli import options, output
 from specbisect.errors import BadInput, EngineFault
 
 if TYPE_CHECKING:
+    from specbisect.cell import Model
     from specbisect.diagnose.finding import Finding
     from specbisect.store import Store
 
 FORMATS = ("html", "md", "json", "junit")
+
+
+def _named(_context: click.Context, _parameter: click.Parameter, value: str) -> Path:
+    """The directory of that name. Raises `BadInput` for an empty one: `Path` takes it for the current directory."""
+    if not value.strip():
+        raise BadInput("-o is empty; name a directory, or . for the current one")
+    return Path(value)
 
 
 @click.command("report")
@@ -25,9 +33,10 @@ FORMATS = ("html", "md", "json", "junit")
     "-o",
     "--output",
     "target",
-    type=options.PATH,
+    callback=_named,
     required=True,
     help="Directory to write to; made if need be.",
+    metavar="PATH",
 )
 @click.option(
     "--format",
@@ -88,9 +97,15 @@ def _of_case(
     store: "Store", key: str, target: Path, *, redact_prompt: bool, capsule: bool
 ) -> list[Path]:
     from specbisect.ops.evidence import annotated
-    from specbisect.report import case, stored
+    from specbisect.report import case, narrowing, stored
+    from specbisect.report.repro import model_file
 
-    finding, narrowed = stored.latest(store, store.case(key).key)
+    key = store.case(key).key
+    finding, narrowed = stored.latest(store, key)
+    if finding.label == "none":
+        raise BadInput(f"case {key[:8]} shows no difference; there is nothing to report")
+    if narrowed is not None:
+        output.note(f"issue.md and repro.py are about the {narrowing.origin(key, finding)}")
     with suppress(EngineFault):  # the report says all the rest without the first departing node
         if narrowed is None:
             finding = annotated(finding)
@@ -99,7 +114,18 @@ def _of_case(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     texts = case.files(finding, narrowed, created=created, redact_prompt=redact_prompt)
     paths = case.write(target, texts)
+    for model in dict.fromkeys(_models(finding if narrowed is None else narrowed.minimal, finding)):
+        output.note(f"{model_file(model)} is {model.path}")
     return paths + (_capsule(narrowed.minimal if narrowed else finding, target) if capsule else [])
+
+
+def _models(*findings: "Finding") -> "Iterator[Model]":
+    """The models that the programs of a report are given, as far as they are files here."""
+    for finding in findings:
+        cell = finding.case.cell
+        for model in (cell.target, getattr(cell.drafter, "model", None)):
+            if model is not None and model.path:
+                yield model
 
 
 def _capsule(finding: "Finding", target: Path) -> list[Path]:

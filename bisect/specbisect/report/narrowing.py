@@ -3,6 +3,7 @@
 from typing import Any
 
 from specbisect.cell import AXES, Drafter, Model, drafter_label
+from specbisect.diagnose.finding import Finding
 from specbisect.narrow.result import Narrowed, Neighbour, Tensors
 from specbisect.report import text
 from specbisect.report.repro import Script, model_file
@@ -18,6 +19,7 @@ def tables(about: Subject, original: Subject, python: Script) -> dict[str, Any]:
     if found is None:
         return {}
     return {
+        "origin": origin(original.case_id, original.finding),
         "trials": found.trials,
         "proved": found.proved_minimal,
         "reason": found.reason,
@@ -31,6 +33,13 @@ def tables(about: Subject, original: Subject, python: Script) -> dict[str, Any]:
         ],
         "tensors": [_tensors(found.tensors)] if found.tensors else [],
     }
+
+
+def origin(key: str, original: Finding) -> str:
+    """What a minimal case is, in one line that names the case it comes from, whose key is `key`."""
+    fork = original.verdict.fork
+    where = "" if fork is None else f" (token {fork} of the answer to the original prompt)"
+    return f"smallest case found by narrowing case {key[:8]}{where}"
 
 
 def _tensors(found: Tensors) -> tuple[object, ...]:
