@@ -441,6 +441,26 @@ def test_a_damaged_trace_is_damage_not_a_traceback(store):
         store.arm(CASE.key)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", r"is damaged \(Expecting"), ("[]", "is damaged"), (None, "is missing")]
+)
+def test_a_damaged_matrix_is_named_and_written_anew_by_the_same_plan(tmp_path, text, says):
+    with Store.create(tmp_path, "plan", MATRIX) as store:
+        save(store, 0)
+    file = tmp_path / "matrix.json"
+    file.write_text(text) if text else file.unlink()
+    for attempt in (
+        lambda: Store.open(tmp_path, readonly=True),
+        lambda: Store.create(tmp_path, "other plan", MATRIX),
+    ):
+        with pytest.raises(BadInput, match=f"matrix.json {says}.*writes it anew, without --fresh"):
+            attempt()
+    with Store.create(tmp_path, "plan", MATRIX) as store:
+        assert store.outcome(CASE.key) == "fork"
+    with Store.open(tmp_path) as store:
+        assert store.matrix() == MATRIX
+
+
 def fill(store, cases=10_000):
     for n in range(cases):
         save(store, n, replace(CASE, prompt=Prompt(str(n), "x" * 500)))

@@ -62,10 +62,11 @@ class Store:
                 directory.clear(path)
             database = opened.enter_context(closing(directory.connect(path)))
             store = cls(path, database, opened)
-            if store._begun():
+            begun = store._begun()
+            if begun:
                 store._refuse_other(plan, resolved)
-            else:
-                directory.write(path / directory.MATRIX, json.dumps(resolved, indent=1))
+            directory.write(path / directory.MATRIX, json.dumps(resolved, indent=1))
+            if not begun:
                 store._begin(plan)
             store._opened = opened.pop_all()
         return store
@@ -84,6 +85,7 @@ class Store:
             store = cls(path, database, opened)
             if not store._begun():
                 raise BadInput(f"the run in {path} was never begun; start it with `specbisect run`")
+            directory.matrix(path)  # said before anything is shown
             store._opened = opened.pop_all()
         return store
 
@@ -154,10 +156,9 @@ class Store:
         return Totals(values[0], Counters(**dict(zip(names, values[1:], strict=True))))
 
     def matrix(self) -> Mapping[str, Any]:
-        """The matrix as it was resolved when the run was begun."""
+        """The matrix as it was resolved when the run was begun, or last went on."""
         with directory.faults(self.path):
-            found: Mapping[str, Any] = json.loads((self.path / directory.MATRIX).read_text())
-            return found
+            return directory.matrix(self.path)
 
     def provenances(self) -> tuple[Mapping[str, Any], ...]:
         """Every library, machine and set of models that traces here come from."""

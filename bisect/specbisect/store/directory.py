@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -44,6 +44,26 @@ def clear(path: Path) -> None:
     """Remove what a run has left at `path`, except its lock."""
     for name in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", MATRIX):
         (path / name).unlink(missing_ok=True)
+
+
+def matrix(path: Path) -> Mapping[str, Any]:
+    """The resolved matrix of the run at `path`. Raises `BadInput` when it is missing or damaged."""
+    file = path / MATRIX
+    try:
+        found = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise _lost(file, "is missing") from None
+    except ValueError as error:
+        raise _lost(file, f"is damaged ({error})") from None
+    if not isinstance(found, dict):
+        raise _lost(file, "is damaged (it holds no object)")
+    return found
+
+
+def _lost(file: Path, what: str) -> BadInput:
+    return BadInput(
+        f"{file} {what}; the command that made this run writes it anew, without --fresh, and keeps all results"
+    )
 
 
 def connect(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
