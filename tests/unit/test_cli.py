@@ -384,3 +384,27 @@ def test_output_that_nobody_reads_to_its_end(place: Path) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def _shell(line: str, place: Path) -> subprocess.CompletedProcess[str]:
+    """`line` in a shell, where ``specbisect`` is this package."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON": sys.executable}
+    line = line.replace("specbisect", '"$PYTHON" -m specbisect', 1)
+    return subprocess.run(
+        line, shell=True, cwd=place, env=env, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", ["env", "--help"])
+def test_output_that_finds_no_space(place: Path, command: str) -> None:
+    done = _shell(f"specbisect {command} >/dev/full", place)
+    said = "error: standard output: No space left on device; free space, or send it elsewhere\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_output_thrown_away(place: Path, closed: str) -> None:
+    done = _shell(f"specbisect run matrix.toml -o runs/here {closed}", place)
+    assert done.returncode == 0, done.stderr
+    assert _shell(f"specbisect show runs/here {closed}", place).returncode == 0

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
@@ -81,7 +82,20 @@ def cli(debug: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; the one place where an error becomes a line and an exit code."""
+    _open_streams()
     sys.exit(_exit_code(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _open_streams() -> None:
+    """Throw away what goes to a stream that the shell has closed, and let no file or child get its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _exit_code(arguments: list[str]) -> int:
@@ -104,15 +118,33 @@ def _exit_code(arguments: list[str]) -> int:
     except (
         BrokenPipeError
     ):  # whoever read our output has seen enough; spare Python the flush at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return BROKEN_PIPE
     except Exception as error:
+        if isinstance(error, OSError) and (stream := _unwritable(error)):
+            _discard_output()
+            return _fail(
+                f"{stream}: {error.strerror}; free space, or send it elsewhere", BadInput.exit_code
+            )
         return _defect(error, debug="--debug" in arguments)
     return found.exit_code if found else 0
 
 
+def _unwritable(error: OSError) -> str:
+    """The stream that an `OSError` is about, empty when it is about none: it does not say so itself."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is click.echo.__code__:
+            return "standard error" if frame.f_locals["err"] else "standard output"
+    return ""
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # standard error takes nothing; the exit code still tells
+        click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
 
 
