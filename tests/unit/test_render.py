@@ -176,7 +176,7 @@ def shown(speculative: ArmResult, width: int = 60) -> str:
 def test_a_fork_is_shown_with_both_texts_side_by_side() -> None:
     text = shown(FORKED)
     assert "fork at generated token 3: vanilla 13 ' four', speculative 77 ' 7'\n" in text
-    assert "vanilla margin there 0.5; 17 % of this arm's margins are smaller" in text
+    assert "vanilla margin there 0.5; the 33rd percentile of this arm's margins" in text
     assert " one two three▶ four five       one two three▶ 7\\x1b[31m" in text
     assert "\n▶  3   13       ' four'   0.5     77           ' 7'\n" in text
     assert "drafted 5, accepted 3 (60 %) in 2 cycles" in text

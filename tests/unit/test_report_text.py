@@ -3,10 +3,12 @@
 import re
 from html.parser import HTMLParser
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile import hostile
+from specbisect.diagnose.percentile import ordinal, percentile_of
 from specbisect.report import render, text
 
 
@@ -115,3 +117,23 @@ def test_tensors_of_several_layers_are_one_name() -> None:
     assert text.ranges([*names, "blk.3.attn_k.weight", "output.weight"]) == (
         "blk.{0-2,7}.ffn_up.weight, blk.3.attn_k.weight, output.weight"
     )
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (0, "0th"),
+        (1.7, "2nd"),
+        (3.1, "3rd"),
+        (11, "11th"),
+        (12, "12th"),
+        (21, "21st"),
+        (100, "100th"),
+    ],
+)
+def test_a_percentile_is_an_ordinal(at: float, expected: str) -> None:
+    assert ordinal(at) == expected
+
+
+def test_a_percentile_counts_what_is_as_large() -> None:
+    assert percentile_of(2.0, (1.0, 2.0, 2.0, 5.0)) == 75.0

@@ -11,6 +11,7 @@ from specbisect.cell import Case, drafter_label
 from specbisect.cli.naming import told
 from specbisect.cli.output import printable
 from specbisect.compare import Verdict, compare
+from specbisect.diagnose.percentile import ordinal, percentile_of
 from specbisect.gate.acceptance import Acceptance
 from specbisect.trace import ArmResult, Failure, Trace
 
@@ -51,11 +52,11 @@ class Pair:
         }
 
     def margin_percentile(self) -> float | None:
-        """How many percent of the vanilla arm's margins are below the one at the fork."""
+        """`percentile_of` the margin at the fork, among the vanilla arm's."""
         margin, vanilla = self.verdict.margin, self.vanilla
         if margin is None or isinstance(vanilla, Failure):
             return None
-        return 100 * sum(other < margin for other in vanilla.margins) / len(vanilla.margins)
+        return percentile_of(margin, vanilla.margins)
 
     def render(self, width: int) -> Iterator[str]:
         """The case as paragraphs, at most `width` columns wide where texts stand side by side."""
@@ -91,7 +92,7 @@ class Pair:
         lines.append(found)
         if (percentile := self.margin_percentile()) is not None:
             lines.append(
-                f"vanilla margin there {verdict.margin:.4g}; {percentile:.0f} % of this arm's margins are smaller"
+                f"vanilla margin there {verdict.margin:.4g}; the {ordinal(percentile)} percentile of this arm's margins"
             )
         return "\n".join(lines)
 

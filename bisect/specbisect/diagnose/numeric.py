@@ -11,6 +11,7 @@ from specbisect.cell import SelfDraft
 from specbisect.diagnose.casefile import CaseFile
 from specbisect.diagnose.conclusion import Conclusion
 from specbisect.diagnose.finding import Label
+from specbisect.diagnose.percentile import ordinal, percentile_of
 from specbisect.diagnose.reference import RATIO, error, reference_row
 from specbisect.diagnose.replay import cycle_of, first_token
 from specbisect.diagnose.widths import WIDEST, WidthTable, width_table
@@ -223,7 +224,7 @@ def _in_words(ex: CaseFile, kind: str, change: Change, table: WidthTable) -> str
     margin = vanilla.margins[change.token]
     percentile = percentile_of(margin, vanilla.margins)
     data: dict[str, Any] = {"margin": margin, "margin_percentile": percentile}
-    said = f"margin {margin:.2g} is the {percentile:.0f}th percentile of the arm's own"
+    said = f"margin {margin:.2g} is the {ordinal(percentile)} percentile of the arm's own"
     if envelope is not None and (known := envelope.at(change.width)) is not None:
         median, high, largest = known.top2
         data |= {"width": known.width, "median": median, "p95": high, "largest": largest}
@@ -238,13 +239,8 @@ def _in_words(ex: CaseFile, kind: str, change: Change, table: WidthTable) -> str
     ex.note("envelope", "the fork's margin against measured changes between widths", said, **data)
     return (
         f"same bits without a drafter and without rollback: batch-width numerics, {kind}; "
-        f"margin {margin:.2g}, percentile {percentile:.0f}"
+        f"margin {margin:.2g}, {ordinal(percentile)} percentile"
     )
-
-
-def percentile_of(value: float, values: Sequence[float]) -> float:
-    """Share of `values` that are at most `value`, in percent."""
-    return 100.0 * sum(v <= value for v in values) / len(values)
 
 
 @dataclass(frozen=True, slots=True)

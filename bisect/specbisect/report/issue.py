@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specbisect.cell import AXES, Drafter
+from specbisect.diagnose.percentile import ordinal, percentile_of
 from specbisect.gate.acceptance import Acceptance
 from specbisect.report import hardware, narrowing, render, text
 from specbisect.report.repro import Script, model_file
@@ -135,8 +136,8 @@ def _percentile(about: Subject) -> str:
     known = about.datum("margin_percentile")
     margins, margin = about.vanilla.margins if about.vanilla else (), about.finding.verdict.margin
     if known is None and margins and margin is not None:
-        known = 100.0 * sum(m <= margin for m in margins) / len(margins)
-    return "not known" if known is None else f"{known:.1f} (of {len(margins)} margins)"
+        known = percentile_of(margin, margins)
+    return "not known" if known is None else f"{ordinal(known)} (of {len(margins)} margins)"
 
 
 def _envelope(about: Subject, original: Subject) -> Rows:
