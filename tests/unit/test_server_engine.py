@@ -278,6 +278,29 @@ def test_binaries_that_do_not_run_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_binary_that_hangs_is_ended_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = script(tmp_path / "llama-server", '#!/bin/sh\nsleep 100 &\necho $! > "$0.pid"\nwait\n')
+    monkeypatch.setenv(binary.VARIABLE, str(path))
+    monkeypatch.setattr(binary, "_TRY_S", 1.0)
+    with pytest.raises(BadInput, match="--version did not end within 1 s"):
+        binary.find()
+    child = int((tmp_path / "llama-server.pid").read_text())
+    deadline = time.monotonic() + PATIENCE_S
+    while lives(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not lives(child)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that nobody has asked for its exit code does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_without_any_binary_it_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from specbisect.errors import BadInput
 
 VARIABLE = "SPECBISECT_LLAMA_SERVER"
 NAME = "llama-server"
-_TRY_S = 30.0
+_TRY_S = 10.0
 _MEND = f"build one with scripts/build_llama_server, or name one with --llama-server or {VARIABLE}"
 _FLAG = re.compile(r"(?<![\w-])(-{1,2}[A-Za-z][\w.-]*)")
 
@@ -60,23 +61,33 @@ def _tried(path: Path, _changed: int) -> Binary:
 def _say(path: Path, flag: str) -> str:
     """What the binary prints, both streams. Raises `BadInput` when it cannot be run."""
     try:
-        done = subprocess.run(
-            [path, flag],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_TRY_S,
-            check=False,
-        )
+        code, said = _run(path, flag)
     except OSError as error:
         raise BadInput(f"{path} does not run on this machine ({error.strerror}); {_MEND}") from None
     except subprocess.TimeoutExpired:
         raise BadInput(f"{path} {flag} did not end within {_TRY_S:.0f} s; {_MEND}") from None
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
+    text = said.decode("utf-8", "replace")
+    if code != 0:
         last = " ".join((text.strip().splitlines() or ["it printed nothing"])[-1].split())
-        raise BadInput(f"{path} {flag} failed with exit code {done.returncode} ({last}); {_MEND}")
+        raise BadInput(f"{path} {flag} failed with exit code {code} ({last}); {_MEND}")
     return text
+
+
+def _run(path: Path, flag: str) -> tuple[int, bytes]:
+    """Exit code and output; a script that hangs takes along whatever it has started."""
+    with subprocess.Popen(
+        [path, flag],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=_TRY_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said
 
 
 def _spec_types(help_text: str) -> tuple[str, ...]:
