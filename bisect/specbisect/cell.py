@@ -21,6 +21,10 @@ SplitMode = Literal["none", "layer", "row"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+INT32 = 2**31 - 1
+"""The largest number that llama.cpp's settings hold, unless one says otherwise."""
+MAX_THREADS = 512
+"""GGML_MAX_N_THREADS: more of them are beyond the end of an array."""
 
 
 def digest(value: object) -> str:
@@ -153,6 +157,7 @@ class Axis:
     why: str
     engines: frozenset[EngineName]
     minimum: int | None
+    maximum: int
     values: tuple[Any, ...] | None
 
     def rank(self, value: Any) -> tuple[int, Any]:
@@ -168,6 +173,7 @@ def _axis(
     *,
     only: str = "libllama binding server",
     minimum: int | None = None,
+    maximum: int = INT32,
     values: tuple[Any, ...] | None = None,
 ) -> Any:
     return field(
@@ -176,6 +182,7 @@ def _axis(
             "why": why,
             "only": frozenset(only.split()),
             "minimum": minimum,
+            "maximum": maximum,
             "values": values,
         },
     )
@@ -197,8 +204,8 @@ class Cell:
     n_ctx: int = _axis(
         2048, "holds prompt and answer; 0 (from the model) may ask for 128k cells", minimum=0
     )
-    n_threads: int = _axis(0, "0 is every physical core", minimum=0)
-    n_threads_batch: int = _axis(0, "0 is the same as n_threads", minimum=0)
+    n_threads: int = _axis(0, "0 is every physical core", minimum=0, maximum=MAX_THREADS)
+    n_threads_batch: int = _axis(0, "0 is the same as n_threads", minimum=0, maximum=MAX_THREADS)
     flash_attn: FlashAttn = _axis("auto", "llama.cpp's default", values=get_args(FlashAttn))
     type_k: CacheType = _axis("f16", "llama.cpp's default", values=get_args(CacheType))
     type_v: CacheType = _axis("f16", "llama.cpp's default", values=get_args(CacheType))
@@ -252,6 +259,8 @@ class Cell:
                 yield f"{axis.name} = {value!r} is not honoured by engine {self.engine}"
             if axis.minimum is not None and value < axis.minimum:
                 yield f"{axis.name} = {value} is below {axis.minimum}"
+            if isinstance(value, int) and value > axis.maximum:
+                yield f"{axis.name} = {value} is above {axis.maximum}"
         if self.drafter is not None:
             yield from _drafter_problems(self.engine, self.drafter)
         if self.n_ubatch > self.n_batch:
@@ -281,6 +290,7 @@ AXES: dict[str, Axis] = {
         f.metadata["why"],
         f.metadata["only"],
         f.metadata["minimum"],
+        f.metadata["maximum"],
         f.metadata["values"],
     )
     for f in fields(Cell)

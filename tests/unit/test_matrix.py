@@ -485,3 +485,26 @@ def test_schema_refuses_what_reading_refuses() -> None:
         jsonschema.validate(
             {"schema": "specbisect.matrix/1", "axes": {"n_batch": "8-1"}}, matrix.json_schema()
         )
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"id": "a", "text": "Once"}\r\n')
+    assert matrix.prompts.read(path) == (Prompt("a", "Once"),)
+    path = tmp_path / "matrix.toml"
+    path.write_bytes(b'\xef\xbb\xbfschema = "specbisect.matrix/1"\r\n')
+    assert matrix.reading.read(path)[0] == {"schema": "specbisect.matrix/1"}
+
+
+def test_bytes_that_are_no_text_are_no_prompt(tiny_models: Tiny) -> None:
+    prompts = (Prompt("a", "Once \udcff"),)
+    tables = {"schema": "specbisect.matrix/1", "drafter": [SELF]}
+    with pytest.raises(BadInput, match=r"prompt a holds \\udcff, which is no UTF-8"):
+        matrix.build(tables, Overrides(targets=(tiny_models(),), prompts=prompts), source="check")
+
+
+def test_a_name_that_is_no_text_is_refused(tiny_models: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "model-\udcff.gguf"
+    path.symlink_to(tiny_models())
+    with pytest.raises(BadInput, match="is no name in UTF-8; rename the file"):
+        files.inspect(path)

@@ -1,5 +1,6 @@
 """What a case is asked for with: from flags, from a pasted command line, or from a pasted bug report."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -107,7 +108,8 @@ def _asked(line: "CommandLine", prompt: Prompt | None, warnings: Sequence[str]) 
 
 def read_prompt(path: Path) -> Prompt:
     """The prompt in a file, without a last line feed, as llama.cpp's ``-f`` reads it."""
-    return Prompt(path.stem, _text(path, "--prompt-file").removesuffix("\n"))
+    name = os.fsencode(path.stem).decode("utf-8", "replace")
+    return Prompt(name, _text(path, "--prompt-file").removesuffix("\n"))
 
 
 def _text(path: Path, option: str) -> str:

@@ -38,7 +38,7 @@ class Asked:
 )
 @click.option(
     "--price",
-    type=click.FloatRange(min=0),
+    type=options.Finite(min=0),
     metavar="PER_HOUR",
     help="What an hour of this machine costs, for a price per million tokens.",
 )
@@ -49,13 +49,13 @@ class Asked:
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Finite(min=0, min_open=True),
     metavar="PER_SECOND",
     help="Requests a second under load.  [default: 70 % of what one vanilla slot gets done]",
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Finite(min=0, min_open=True),
     metavar="SECONDS",
     help="Time within which a request must be done to count as goodput.",
 )

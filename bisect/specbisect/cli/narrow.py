@@ -42,7 +42,7 @@ TRIALS = 150
 @click.option(
     "--budget-seconds",
     "seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Finite(min=0, min_open=True),
     metavar="SECONDS",
     help="End the search after so long.  [default: never]",
 )

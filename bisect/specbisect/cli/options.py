@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,9 +27,21 @@ jobs = click.option(
     help="Cases that run at the same time, each with n_threads threads.",
 )
 
+
+class Finite(click.FloatRange):
+    """A number in a range, which infinity and NaN never are."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number that `value` is."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
 timeout = click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=900.0,
     show_default=True,
     metavar="SECONDS",

@@ -144,6 +144,10 @@ def inspect(path: str | Path) -> ModelFacts:
     Raises `BadInput` when it is missing, damaged, cut short, or not a language model.
     """
     path = Path(path)
+    try:
+        str(path).encode()  # it is written into run directories, which are read elsewhere
+    except UnicodeEncodeError:
+        raise BadInput(f"{str(path)!a} is no name in UTF-8; rename the file") from None
     return _inspect(path, tuple(_version(part) for part in parts(path)))
 
 

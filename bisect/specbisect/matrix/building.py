@@ -272,6 +272,11 @@ class _Builder:
     def _prompts(self) -> tuple[Prompt, ...]:
         given, limit = self.overrides.prompts, self.overrides.max_prompts or self.matrix.max_prompts
         if isinstance(given, tuple):
+            for prompt in given:
+                if bad := prompts.unencodable(prompt.text):
+                    raise BadInput(
+                        f"prompt {prompt.id} holds {bad}, which is no UTF-8; mend its text"
+                    )
             return given[:limit]
         if given is None and self.matrix.prompts is None:
             raise BadInput(

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specbisect.cell import Prompt, digest
 from specbisect.errors import BadInput
@@ -28,6 +28,18 @@ class PromptLine(Table):
             raise ValueError("give either text or ids, and not an empty one")
         return self
 
+    @field_validator("id", "group", "text")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if bad := unencodable(value):
+            raise ValueError(f"{bad} is half of a character: no text can be made of it")
+        return value
+
+
+def unencodable(text: str) -> str:
+    """The first lone surrogate of `text`, escaped, which stands for bytes that are no UTF-8; empty without one."""
+    return next((ascii(c)[1:-1] for c in text if "\ud800" <= c <= "\udfff"), "")
+
 
 def read(path: Path, limit: int | None = None) -> tuple[Prompt, ...]:
     """The first `limit` prompts of the file at `path`; empty lines are skipped.
@@ -35,7 +47,7 @@ def read(path: Path, limit: int | None = None) -> tuple[Prompt, ...]:
     Raises `BadInput` naming the line for whatever is wrong with it, also beyond `limit`.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist; give a prompts file with --prompts") from None
     except OSError as error:

@@ -30,7 +30,7 @@ _WANTED = {
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """The tables of a TOML file, not validated, and its text. Raises `BadInput` when it is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return tomllib.loads(text), text
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist; check the path") from None
@@ -89,6 +89,8 @@ def _explain(table: Any, loc: Loc, error: Any) -> str:
             text = f"{shown} is unknown{did_you_mean(str(value), known)}"
         case "greater_than_equal":
             text = f"{shown} is below {context['ge']}; raise it"
+        case "less_than_equal":
+            text = f"{shown} is above {context['le']}; lower it"
         case "too_short":
             text = f"{shown} leaves no cell; give at least one value"
         case "value_error":

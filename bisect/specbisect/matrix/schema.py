@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from specbisect.cell import AXES, DRAFTERS, Cell, Model
+from specbisect.cell import AXES, DRAFTERS, INT32, Cell, Model
 from specbisect.matrix.values import values
 
 SCHEMA = "specbisect.matrix/1"
@@ -40,12 +40,19 @@ def _axes() -> Fields:
     made = {}
     for axis in AXES.values():
         kind = hints[axis.name]
-        if axis.minimum is not None:
-            kind = Annotated[kind, Field(ge=axis.minimum)]
+        if kind is int:
+            kind = Annotated[int, Field(ge=axis.minimum, le=axis.maximum)]
         made[axis.name] = _optional(
             values(kind), f"default {axis.default or repr(axis.default)}: {axis.why}"
         )
     return made
+
+
+_BOUNDS: dict[Any, Any] = {
+    int: Annotated[int, Field(le=INT32)],
+    float: Annotated[float, Field(ge=0, le=1)],  # probabilities
+}
+"""What the parameters of drafters can be, by type."""
 
 
 def _tuples(value: object) -> object:
@@ -69,7 +76,10 @@ def _drafter(kind: type) -> Fields:
                 (),
             )
         else:
-            made[f.name] = values(hint), ... if f.default is MISSING else [f.default]
+            made[f.name] = (
+                values(_BOUNDS.get(hint, hint)),
+                ... if f.default is MISSING else [f.default],
+            )
     return made
 
 
