@@ -92,6 +92,7 @@ def test_a_capsule_is_written_and_shown(
         (["widths", "x.gguf"], "x.gguf does not exist"),
         (["widths", "MODEL", "--widths", "2..x"], "--widths 2..x: write whole numbers"),
         (["widths", "MODEL", "--widths", "1"], "no width above 1"),
+        (["widths", "MODEL", "--widths", "2..99999"], "no batch has more than n_batch = 2048 rows"),
         (["capsule", "x.gguf"], "x.gguf does not exist"),
         (["capsule", "MODEL", "--case", "12"], "is no directory"),
         (["capsule", "MODEL", "--set", "n_ubatch=8,16"], "one target is opened at a time"),

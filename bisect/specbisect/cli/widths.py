@@ -99,6 +99,11 @@ def command(
     )
     plan = plan_of(overrides)
     make(check(plan))
+    n_batch = min(cell.n_batch for cell in plan.cells())
+    if widths[-1] > n_batch:
+        raise BadInput(
+            f"--widths {text}: no batch has more than n_batch = {n_batch} rows; lower it"
+        )
     profiles = measure(plan, widths, timeout, ops=ops)
     if page:
         from specbisect.report.widths import write
