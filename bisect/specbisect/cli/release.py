@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbisect.cli import options, output
+from specbisect.cli import options, output, servers
 from specbisect.cli.where import Where, check_hosts
 from specbisect.errors import BadInput
 
@@ -55,15 +55,13 @@ def ready(plan: "Plan", *, where: Where | None = None, force: bool = False) -> R
 
     Raises `BadInput` for the first thing that is wrong.
     """
-    from specbisect.engines.server import binary
     from specbisect.gate.acceptance import refuse_synthetic
     from specbisect.gate.interface import check
     from specbisect.llama import quantize
     from specbisect.matrix import validate_prompts
 
     refuse_synthetic(plan.cells())
-    if any("server" in block.axes["engine"] for block in plan.blocks):
-        binary.find()
+    servers.check(plan)
     check_hosts(plan.host_classes, where)
     validate_prompts(plan)
     mismatches = check(plan)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from specbisect.cell import Case
-from specbisect.cli import options, output
+from specbisect.cli import options, output, servers
 from specbisect.cli.verdicts import Verdicts
 from specbisect.cli.where import Where, check_hosts, cluster, opened
 
@@ -111,12 +111,10 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
 
 def check(plan: "Plan") -> "list[tuple[Recipe, int]]":
     """The files to make, with their sizes, when nothing stands in the way of running `plan`; else `BadInput`."""
-    from specbisect.engines.server import binary
     from specbisect.llama import quantize
     from specbisect.matrix import validate_drafters, validate_prompts
 
-    if any("server" in block.axes["engine"] for block in plan.blocks):
-        binary.find()
+    servers.check(plan)
     validate_prompts(plan)
     validate_drafters(plan)
     files = plan.files_to_make()

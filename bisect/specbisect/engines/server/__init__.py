@@ -152,6 +152,12 @@ def _drafts_by_model(cell: Cell) -> bool:
     return isinstance(cell.drafter, SelfDraft) or len(_models(cell)) > 1
 
 
+def ready() -> None:
+    """Raise `BadInput` when an arm has neither a running server nor a binary to start one from."""
+    if not all(os.environ.get(name) for name in URLS.values()):
+        binary.find()
+
+
 def make() -> ServerEngine:
     """The engine, as the registry makes it; its servers end with this process at the latest."""
     made = ServerEngine()
