@@ -10,12 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from findings import CYCLES, PROMPT_IDS, finding, narrowed, trace
+from findings import CYCLES, HOST, PROMPT_IDS, finding, narrowed, trace
 from hostile import HOSTILE, hostile
 from specbisect.cell import Prompt
 from specbisect.errors import BadInput
 from specbisect.fault import Fault
-from specbisect.report import case, file, planted, subject
+from specbisect.report import case, file, hardware, planted, subject
 from specbisect.report.scrub import Scrubber
 from specbisect.trace import Cycle, Failure
 
@@ -84,6 +84,18 @@ def test_the_issue_tells_everything_of_the_fork() -> None:
         "Once upon a time",
     ):
         assert wanted in issue
+
+
+def test_the_issue_names_the_commit_of_llama_cpp_and_a_processor_once() -> None:
+    found = finding()
+    host = {**HOST, "llama_cpp": "0c1e570 (ggml 0.25.3)"}
+    for arm in (found.vanilla, found.speculative):
+        object.__setattr__(arm, "provenance", {**arm.provenance, "host": host})
+    for name in ("issue.md", "git-bisect.md"):
+        assert f"llama.cpp 0c1e570 (ggml 0.25.3), in {HOST['library']}" in files(found)[name]
+    assert files(found)["issue.md"].count("Some CPU") == 1
+    own = hardware.of(subject.of(finding(), scrubber=CLEAN))
+    assert own.library == HOST["library"]
 
 
 def test_the_issue_of_a_narrowed_case_sets_it_against_the_original() -> None:

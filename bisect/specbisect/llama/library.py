@@ -101,6 +101,7 @@ def environment() -> Mapping[str, Any]:
     lib = load()
     return {
         "library": build(),
+        "llama_cpp": _commit(),
         "system_info": " ".join(lib.llama_print_system_info().decode().split()),
         "cpu": _cpu(),
         "machine": platform.machine(),
@@ -133,10 +134,27 @@ def _cpu() -> str:
     return str(cpuinfo.get_cpu_info().get("brand_raw", platform.processor()))
 
 
-def _devices() -> list[str]:
-    base = ctypes.CDLL(
+@functools.cache
+def _base() -> ctypes.CDLL:
+    return ctypes.CDLL(
         next(str(p) for p in directory().glob("*ggml-base*")), mode=ctypes.RTLD_GLOBAL
     )
+
+
+def _commit() -> str:
+    """llama.cpp's commit and ggml's version as compiled into the library; empty where it does not say."""
+    try:
+        functions = _base().ggml_commit, _base().ggml_version
+    except AttributeError:  # older than these functions
+        return ""
+    for function in functions:
+        function.restype = ctypes.c_char_p
+    commit, version = (function().decode("utf-8", "replace") for function in functions)
+    return f"{commit} (ggml {version})"
+
+
+def _devices() -> list[str]:
+    base = _base()
     ggml = ctypes.CDLL(next(str(p) for p in directory().glob("libggml.*")))
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p

@@ -7,7 +7,7 @@ from pathlib import Path
 from specbisect.diagnose.finding import Finding
 from specbisect.errors import BadInput
 from specbisect.narrow.result import Narrowed
-from specbisect.report import file, issue, render, repro, shell, subject
+from specbisect.report import file, hardware, issue, render, repro, shell, subject
 from specbisect.report.repro import Script, model_file
 from specbisect.report.scrub import Scrubber
 from specbisect.report.subject import Subject
@@ -58,7 +58,7 @@ def _bisect(minimal: Subject, original: Subject, python: Script, curl: Script) -
             python=bool(python.text),
             model=model_file(cell.target),
             draft="" if python.text or draft is None else model_file(draft),
-            library=about.host.get("library", ""),
+            library=hardware.of(about).library,
             version=about.version,
         )
     )

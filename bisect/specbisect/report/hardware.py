@@ -1,7 +1,9 @@
 """Library and machine, in the words of llama.cpp's issue form."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from specbisect.report.subject import Subject
 
@@ -18,7 +20,7 @@ _NAMES = {"METAL": "Metal", "VULKAN": "Vulkan", "OPENCL": "OpenCL", "WEBGPU": "W
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What the form asks for, and what changes results beside it."""
+    """What the form asks for, and what changes results beside it. `devices` are those beside the processor."""
 
     library: str
     system: str
@@ -38,12 +40,18 @@ def of(about: Subject) -> Hardware:
     cores = f"{host['cores']} cores" if host.get("cores") else ""
     memory = f"{host['memory_gib']} GiB" if host.get("memory_gib") else ""
     return Hardware(
-        library=str(host.get("library", "not known")),
+        library=_library(host),
         system=SYSTEMS.get(named.partition(" ")[0], "Other"),
         system_detail=named,
         backends=tuple(dict.fromkeys(_NAMES.get(b, b) for b in _BACKEND.findall(info))) or ("CPU",),
         machine=", ".join(filter(None, (host.get("cpu"), host.get("machine"), cores, memory))),
-        devices=tuple(host.get("devices", ())),
+        devices=tuple(d for d in host.get("devices", ()) if d != host.get("cpu")),
         system_info=info,
         variables=tuple(sorted(host.get("variables", {}).items())),
     )
+
+
+def _library(host: Mapping[str, Any]) -> str:
+    """The library, behind the llama.cpp that is in it where it says that."""
+    library, commit = str(host.get("library", "not known")), host.get("llama_cpp", "")
+    return library if not commit or commit in library else f"llama.cpp {commit}, in {library}"

@@ -104,7 +104,8 @@ def _provenance(cell: Cell, server: Server | External) -> dict[str, Any]:
     own: dict[str, Any] = {"build": server.about.build, "command": server.shown}
     if isinstance(server, External):
         return {"server": own, "target": {"name": server.about.model.get("name", "")}}
-    host = dict(library.environment()) | {"library": f"llama-server {server.about.build}"}
+    build = server.about.build
+    host = dict(library.environment()) | {"library": f"llama-server {build}", "llama_cpp": build}
     host["variables"] = {k: v for k, v in host["variables"].items() if not OVERRIDES.match(k)}
     if info := reading.system_info(server.startup):
         host |= {"system_info": info, "devices": reading.devices(server.startup)}
