@@ -10,9 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from findings import CYCLES, HOST, PROMPT_IDS, finding, narrowed, trace
+from findings import CYCLES, DRAFT, HOST, PROMPT_IDS, TARGET, finding, narrowed, trace
 from hostile import HOSTILE, hostile
-from specbisect.cell import Prompt
+from specbisect.cell import DraftModel, Prompt
+from specbisect.cmdline import issue_file
+from specbisect.diagnose.finding import Evidence
 from specbisect.errors import BadInput
 from specbisect.fault import Fault
 from specbisect.report import case, file, hardware, planted, subject
@@ -96,6 +98,39 @@ def test_the_issue_names_the_commit_of_llama_cpp_and_a_processor_once() -> None:
     assert files(found)["issue.md"].count("Some CPU") == 1
     own = hardware.of(subject.of(finding(), scrubber=CLEAN))
     assert own.library == HOST["library"]
+
+
+def test_the_issue_can_be_read_as_a_bug_report() -> None:
+    read = issue_file(files(finding())["issue.md"], ())
+    assert read.command is not None
+    assert (read.command.target, read.command.draft) == (
+        "SmolLM2.Q4_K_M.gguf",
+        "SmolLM2.Q2_K.gguf",
+    )
+    assert read.command.settings["n_predict"] == 8
+    assert read.command.cell(finding().case.cell.target, DRAFT).drafter == DraftModel(DRAFT, 3)
+    assert read.prompts == ("Once upon a time",)
+    assert not read.problems
+
+
+def test_the_issue_says_how_both_models_are_made_and_from_what() -> None:
+    found = finding()
+    made = [f"quantize:{'d' * 64}:{quant}:library" for quant in ("Q4_K_M", "Q2_K")]
+    target, draft = (replace(m, identity=i) for m, i in zip((TARGET, DRAFT), made, strict=True))
+    cell = replace(found.case.cell, target=target, drafter=DraftModel(draft, 3))
+    issue = files(found.model_copy(update={"case": replace(found.case, cell=cell)}))["issue.md"]
+    base = f"# SmolLM2.gguf: sha256 {'d' * 64}"
+    for quant in ("Q4_K_M", "Q2_K"):
+        wanted = f"SmolLM2.gguf SmolLM2.{quant}.gguf {quant}  {base}"
+        assert f"llama-quantize --allow-requantize {wanted}" in issue
+    assert "llama-quantize" not in files(finding())["issue.md"]
+
+
+def test_the_width_upstream_is_told_is_that_of_the_traced_batch() -> None:
+    node = Evidence(experiment="first-node", run="a batch of 4 rows", outcome="MUL_MAT departs")
+    widths = Evidence(experiment="widths", run="", outcome="", data={"departs_at": 2})
+    found = finding().model_copy(update={"evidence": (node, widths)})
+    assert "in a batch of 4 rows, MUL_MAT departs" in files(found)["issue.md"].split("### ")[0]
 
 
 def test_the_issue_of_a_narrowed_case_sets_it_against_the_original() -> None:

@@ -98,7 +98,6 @@ def _of_case(
 ) -> list[Path]:
     from specbisect.ops.evidence import annotated
     from specbisect.report import case, narrowing, stored
-    from specbisect.report.repro import model_file
 
     key = store.case(key).key
     finding, narrowed = stored.latest(store, key)
@@ -115,7 +114,7 @@ def _of_case(
     texts = case.files(finding, narrowed, created=created, redact_prompt=redact_prompt)
     paths = case.write(target, texts)
     for model in dict.fromkeys(_models(finding if narrowed is None else narrowed.minimal, finding)):
-        output.note(f"{model_file(model)} is {model.path}")
+        output.note(f"{Path(model.path).name} is {model.path}")
     return paths + (_capsule(narrowed.minimal if narrowed else finding, target) if capsule else [])
 
 

@@ -3,14 +3,16 @@
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from specbisect.cell import AXES, Drafter
+from specbisect.cell import AXES, Drafter, Model
 from specbisect.diagnose.percentile import ordinal, percentile_of
 from specbisect.gate.acceptance import Acceptance
+from specbisect.narrow.result import Tensors
 from specbisect.report import hardware, narrowing, render, text
 from specbisect.report.repro import Script, model_file
+from specbisect.report.shell import commands as command_lines
 from specbisect.report.subject import Subject, ids_digest, place_of, token
 from specbisect.report.text import Markdown, code
 from specbisect.trace import Trace
@@ -49,12 +51,13 @@ def issue(about: Subject, original: Subject, python: Script, shell: Script) -> s
         settings=_settings(about),
         drafter_settings=_drafter_settings(finding.case.cell.drafter),
         prompt=_prompt(about),
-        quantised=_quantised(about),
+        quantised=_quantised(about, original),
         model=model_file(finding.case.cell.target),
         models_of_shell=_files(original),
         target=target,
         python=python,
         shell=shell,
+        servers="\n".join(command_lines(original)) if shell.text else "",
         bisect=bool(python.text or shell.text),
         logs=_logs(about),
     )
@@ -72,14 +75,13 @@ def _upstream(about: Subject) -> str:
     """For the class that upstream expects: what would make it worth filing all the same."""
     if about.finding.label != "batch-width":
         return ""
-    width = about.datum("departs_at", "widths") or about.width
     node = about.evidence("first-node", "node", "nodes", "ops")
     types = ", ".join(about.provenance.get("target", {}).get("tensor_types", {}))
     repacked = "on" if about.finding.case.cell.use_extra_bufts else "off"
     kernel = node.outcome if node else f"tensor types {types}, weight repacking {repacked}"
     return (
         "llama.cpp treats this class as expected: batches of another width go through other kernels, which sum in "
-        f"another order. Worth filing is a kernel that need not do so: width {width}, {kernel}."
+        f"another order. Worth filing is a kernel that need not do so: in a batch of {about.width} rows, {kernel}."
     )
 
 
@@ -253,18 +255,25 @@ def _prompt(about: Subject) -> dict[str, Any]:
     }
 
 
-def _quantised(about: Subject) -> str:
-    """How the target's file is made from the one it was quantised from; empty when it was given."""
-    target = about.finding.case.cell.target
+def _quantised(about: Subject, original: Subject) -> str:
+    """How the models' files are made from those they were quantised from; empty when they were given."""
     tensors = about.narrowed.tensors if about.narrowed else None
+    draft = getattr(original.finding.case.cell.drafter, "model", None)
+    found = [_made(about.finding.case.cell.target, tensors), _made(draft) if draft else ""]
+    return "\n".join(filter(None, found))
+
+
+def _made(model: Model, tensors: Tensors | None = None) -> str:
     overrides = tensors.overrides if tensors else ()
     options = "".join(f" --tensor-type {shlex.quote(f'{n}={t}')}" for n, t in overrides)
-    kind, _, rest = target.identity.partition(":")
-    base = rest.split(":")[0] if kind == "quantize" else tensors.base_sha256 if tensors else ""
-    if not base:
+    kind, _, rest = model.identity.partition(":")
+    sha = rest.split(":")[0] if kind == "quantize" else tensors.base_sha256 if tensors else ""
+    if not sha:
         return ""
-    made = f"llama-quantize --allow-requantize{options} BASE.gguf {model_file(target)} {target.quant.split('+')[0]}"
-    return f"{made}  # BASE.gguf: sha256 {base}"
+    base = model_file(replace(model, path="")) if kind == "quantize" else "BASE.gguf"
+    quant = model.quant.split("+")[0]
+    made = f"llama-quantize --allow-requantize{options} {base} {model_file(model)} {quant}"
+    return f"{made}  # {base}: sha256 {sha}"
 
 
 def _files(about: Subject) -> str:

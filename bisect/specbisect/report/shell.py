@@ -69,6 +69,21 @@ def script(about: Subject) -> Script:
     return Script(found)
 
 
+def commands(about: Subject) -> list[str]:
+    """The arms as command lines for people: the servers that `script` starts, with what its requests ask for."""
+    case = about.finding.case
+    asked = ["--predict", str(case.cell.n_predict), "--temp", "0"]
+    draft = getattr(case.cell.drafter, "model", None)
+    files = {TARGET: model_file(case.cell.target), DRAFT: model_file(draft) if draft else ""}
+    how = _HOW.get(about.finding.label, "arms")
+    lines = [_words(about, case, "vanilla")] if how == "arms" else []
+    lines.append(_words(about, case, "speculative"))
+    return [
+        shlex.join(["llama-server", *(files.get(word, word) for word in words), *asked])
+        for words in lines
+    ]
+
+
 def _impossible(about: Subject, case: Case) -> str:
     drafter = case.cell.drafter
     if case.fault is not None:
