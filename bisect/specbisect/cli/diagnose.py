@@ -74,7 +74,8 @@ def command(*, directory: Path, as_json: bool, **how: Any) -> Causes:
     from specbisect.store import Store
 
     with Store.open(directory) as store:
-        causes = diagnose(store, **how)
+        with output.going_on(directory):
+            causes = diagnose(store, **how)
         if as_json:
             output.emit([f.model_dump(mode="json", by_alias=True) for f in findings(store)])
         else:
@@ -96,19 +97,18 @@ def diagnose(
     """Diagnose cases of an open run directory, with a progress bar; `how` is what a `Request` takes."""
     from tqdm import tqdm
 
-    from specbisect.cell import Case, Prompt
     from specbisect.diagnose.run import Progress, Request
     from specbisect.diagnose.run import diagnose as run
     from specbisect.matrix import matches
     from specbisect.store import Row
 
     one = None if key is None else store.case(key).key
+    if store.count():
+        options.check_only(only, map(options.named, store.rows()))
 
     def wanted(row: Row) -> bool:
-        if one is not None:
-            taken = row.id == one
-        else:
-            taken = only is None or matches(Case(row.cell, Prompt(row.prompt_id)), only)
+        fits = only is None or matches(options.named(row), only)
+        taken = fits if one is None else row.id == one
         if taken:
             check_hosts([row.cell.host_class], where)
         return taken

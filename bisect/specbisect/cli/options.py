@@ -6,11 +6,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specbisect.errors import BadInput
+
+if TYPE_CHECKING:
+    from specbisect.cell import Case
+    from specbisect.store import Row
 
 PATH = click.Path(path_type=Path)
 """Whether it exists, and is what it should be, is said by whoever reads it."""
@@ -53,6 +57,29 @@ only = click.option(
     metavar="PATTERN",
     help="Take only cases in whose name this shell pattern is found, such as q4_k_m*n_max=7.",
 )
+
+
+def check_only(pattern: str | None, cases: "Iterable[Case]") -> None:
+    """Raises `BadInput` when ``--only`` leaves none of the cases that there are."""
+    from specbisect.matrix import label, matches
+
+    if pattern is None:
+        return
+    first = None
+    for case in cases:
+        first = first or case
+        if matches(case, pattern):
+            return
+    named = f"; the first is called {label(first, whole=True)}" if first else ""
+    raise BadInput(f"--only {pattern} fits no case{named}")
+
+
+def named(row: "Row") -> "Case":
+    """The case of a row as far as ``--only`` looks at it."""
+    from specbisect.cell import Case, Prompt
+
+    return Case(row.cell, Prompt(row.prompt_id))
+
 
 settings = click.option(
     "--set",

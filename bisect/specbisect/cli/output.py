@@ -2,6 +2,9 @@
 
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +23,17 @@ def emit(document: Any) -> None:
 def note(text: str) -> None:
     """Tell the person at the terminal, whatever standard output is for."""
     click.echo(text, err=True)
+
+
+@contextmanager
+def going_on(directory: Path) -> Iterator[None]:
+    """Around work whose results are kept in `directory` as they come: say so when it is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"what has ended is kept in {directory}; the same command goes on from there"
+        ) from None
 
 
 def columns() -> int:

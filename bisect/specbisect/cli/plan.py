@@ -37,7 +37,9 @@ def command(
     from specbisect.cli.run import check
     from specbisect.matrix import find, load
 
-    plan = replace(load(find(file), overrides), only=only)
+    plan = load(find(file), overrides)
+    options.check_only(only, plan.cases())
+    plan = replace(plan, only=only)
     outlook = _Outlook.of(plan, check(plan), probe=not no_probe)
     if as_json:
         output.emit(outlook.document())

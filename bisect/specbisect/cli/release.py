@@ -91,9 +91,5 @@ def opened(plan: "Plan", how: "Execution", identity: "Identity") -> Iterator["St
                         f"{how.directory} holds results of another {name} ({host[name]}, now {value}); "
                         "--fresh runs everything again"
                     )
-        try:
+        with output.going_on(how.directory):
             yield store
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"what has ended is kept in {how.directory}; the same command goes on from there"
-            ) from None

@@ -1,5 +1,6 @@
 """``specbisect run``: a matrix in, the first fork of every case out."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import click
 from specbisect.cell import Case
 from specbisect.cli import options, output, servers
 from specbisect.cli.verdicts import Verdicts
-from specbisect.cli.where import Where, check_hosts, cluster, opened
+from specbisect.cli.where import Where, check_cluster, check_hosts, cluster, opened
 
 if TYPE_CHECKING:
     from specbisect.llama.quantize import Recipe
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Where the directories of runs go that nobody names."""
+_LINE_S = 30.0
+"""Time between two lines about how far a run is, where no bar can be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,12 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
     from specbisect.cli.diagnose import diagnose
     from specbisect.store import Store
 
+    options.check_only(how.only, plan.cases())
     files = check(plan)
     check_hosts(plan.host_classes, how.where)
+    check_cluster(how.where)
     with Store.create(how.directory, plan.digest, plan.resolved(), fresh=how.fresh) as store:
-        try:
+        with output.going_on(how.directory):
             make(files)
             summary = run_cases(plan, store, how)
             if how.diagnose or how.audit:
@@ -101,10 +106,6 @@ def execute(plan: "Plan", how: Execution) -> Verdicts:
                     only=how.only,
                     audit=how.audit,
                 )
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"what has ended is kept in {how.directory}; the same command goes on from there"
-            ) from None
         _print(store, how)
     return Verdicts(summary.outcomes)
 
@@ -191,13 +192,14 @@ class _Wanted:
 
 
 class _Bar:
-    """Cases done, forks, failures and time left, on a terminal's standard error."""
+    """Cases done, forks, failures and time left, on a terminal's standard error; elsewhere a line now and then."""
 
     def __init__(self, total: int) -> None:
         from tqdm import tqdm
 
         # Without smoothing, the time left is reckoned from all cases that ran now, and none that had ended before.
         self._bar = tqdm(total=total, unit="case", disable=None, smoothing=0, dynamic_ncols=True)
+        self._total, self._said = total, time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -207,6 +209,14 @@ class _Bar:
 
     def show(self, summary: "Summary") -> None:
         """Show how far the run is."""
+        if self._bar.disable:
+            if time.monotonic() >= self._said + _LINE_S:
+                self._said = time.monotonic()
+                output.note(
+                    f"{summary.done} of {self._total} cases, "
+                    f"{summary.forks} forks, {summary.failures} failed so far"
+                )
+            return
         self._bar.initial = summary.resumed
         self._bar.set_postfix(forks=summary.forks, failed=summary.failures, refresh=False)
         self._bar.update(summary.done - self._bar.n)

@@ -1,5 +1,6 @@
 """``specbisect show``: what a run has found."""
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from specbisect.cli import options, output
+from specbisect.cli.program import program
 from specbisect.compare import Outcome
 from specbisect.errors import BadInput, did_you_mean
 
@@ -125,10 +127,9 @@ def only_rows(rows: "Iterable[Row]", pattern: str | None) -> "list[Row]":
     """The rows that fit ``--only``."""
     if pattern is None:
         return list(rows)
-    from specbisect.cell import Case, Prompt
     from specbisect.matrix import matches
 
-    return [row for row in rows if matches(Case(row.cell, Prompt(row.prompt_id)), pattern)]
+    return [row for row in rows if matches(options.named(row), pattern)]
 
 
 def print_rows(rows: "Sequence[Row]", *, each: bool = False) -> None:
@@ -158,5 +159,8 @@ def suggest(store: "Store", rows: "Sequence[Row]", directory: Path) -> None:
     planned = matrix["counts"]["cells"] * len(matrix["prompts"]["ids"])
     if done < planned:
         output.note(f"{done} of {planned} cases have finished; `specbisect run` goes on.")
+    show = f"{program()} show {shlex.quote(str(directory))}"
+    if any(row.label is not None for row in rows):
+        output.note(f"the cause of each: {show} --cases")
     if different := [row for row in rows if row.fork is not None]:
-        output.note(f"look at one: specbisect show {directory} --case {different[0].id[:8]}")
+        output.note(f"look at one: {show} --case {different[0].id[:8]}")

@@ -47,6 +47,13 @@ def _connected(where: Where, timeout: float | None = None) -> "Cluster":
     )
 
 
+def check_cluster(where: Where | None) -> None:
+    """Raises `BadInput` when cases are to run on a cluster that cannot be used."""
+    if where is not None:
+        with _connected(where):
+            pass
+
+
 def asking(where: Where | None) -> Callable[..., Any]:
     """What calls a function in a process of its own where cases run, and gives its answer.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distributed import Client, KilledWorker
+from distributed.comm import get_address_host_port
 from distributed.comm.core import CommClosedError
 
 from specbisect.cluster import files, node
@@ -239,8 +240,9 @@ class Cluster:
 
     def _connect(self) -> Client:
         try:
+            get_address_host_port(self._address)  # a client that cannot read it ends with a traceback
             return Client(self._address, timeout=CONNECT_S, set_as_default=False)
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
+        except (OSError, OverflowError, ValueError, TypeError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise BadInput(
                 f"no Dask scheduler answers at {self._address} ({reason}); start one with `dask scheduler`, "
