@@ -408,3 +408,44 @@ def test_a_closed_stream_is_output_thrown_away(place: Path, closed: str) -> None
     done = _shell(f"specbisect run matrix.toml -o runs/here {closed}", place)
     assert done.returncode == 0, done.stderr
     assert _shell(f"specbisect show runs/here {closed}", place).returncode == 0
+
+
+def test_a_pattern_that_fits_no_case_of_a_run_is_refused(place: Path, run: Run) -> None:
+    run("run matrix.toml")
+    code, out, err = run("diagnose runs/matrix --only n_max=99")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --only n_max=99 fits no case; the first is called base/BF16/")
+
+
+def test_an_agreeing_case_is_not_narrowed(place: Path, run: Run) -> None:
+    run("run matrix.toml")
+    with Store.open(place / "runs" / "matrix", readonly=True) as store:
+        agreeing = next(row.id for row in store.rows() if row.outcome == "agree")
+    code, out, err = run(f"narrow runs/matrix --case {agreeing}")
+    said = f"case {agreeing[:8]} shows no difference, so there is none to narrow"
+    assert (code, out, err) == (2, "", f"error: {said}; choose another\n")
+    with Store.open(place / "runs" / "matrix", readonly=True) as store:
+        assert not store.findings(agreeing)
+
+    code, out, err = run("check -m base.gguf --drafter self -n 4 -t 1 -p Once --narrow")
+    assert code == 0
+    assert "cause: none" in out
+    assert "shows no difference, so there is none to narrow" in err
+
+
+def test_an_interrupted_diagnosis_says_that_it_goes_on(
+    place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    run("run matrix.toml")
+    with Store.open(place / "runs" / "matrix", readonly=True) as store:
+        key = next(iter(store.rows())).id
+    monkeypatch.setattr("specbisect.diagnose.run.diagnose", interrupted)
+    monkeypatch.setattr("specbisect.narrow.run.narrow_case", interrupted)
+    kept = (
+        "interrupted; what has ended is kept in runs/matrix; the same command goes on from there\n"
+    )
+    assert run("diagnose runs/matrix --audit") == (130, "", kept)
+    assert run(f"narrow runs/matrix --case {key}") == (130, "", kept)

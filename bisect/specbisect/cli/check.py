@@ -1,6 +1,7 @@
 """``specbisect check``: one case, from flags or from a pasted command line."""
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,9 @@ def command(
         output.note(f"warning: {warning}")
     read = {"account": asked.account, "warnings": asked.warnings}
     with tempfile.TemporaryDirectory(prefix="specbisect-") as scratch:
-        found = _run(_plan(asked), directory or Path(scratch) / "check", given)
+        plan = _plan(asked)
+        with output.going_on(directory) if directory else nullcontext():
+            found = _run(plan, directory or Path(scratch) / "check", given)
     if as_json:
         output.emit(found.document() | (read if cmdline or issue_file else {}))
     else:
@@ -163,6 +166,7 @@ def _plan(asked: Asked) -> "Plan":
 def _run(plan: "Plan", directory: Path, given: dict[str, Any]) -> Found:
     from specbisect.cli import diagnose, narrow
     from specbisect.cli.pair import Pair
+    from specbisect.narrow.run import nothing_to_narrow
     from specbisect.runner import run
     from specbisect.store import Store
     from specbisect.workers import Workers
@@ -181,5 +185,9 @@ def _run(plan: "Plan", directory: Path, given: dict[str, Any]) -> Found:
             return Found(pair)
         diagnose.diagnose(store, jobs=1, timeout=given["timeout"], key=case.key)
         (finding,) = diagnose.findings(store)
-        smallest = narrow.smallest(store, case.key, given["timeout"]) if given["narrow"] else None
-        return Found(pair, finding, smallest)
+        if not given["narrow"]:
+            return Found(pair, finding)
+        if reason := nothing_to_narrow(finding):
+            output.note(reason)
+            return Found(pair, finding)
+        return Found(pair, finding, narrow.smallest(store, case.key, given["timeout"]))

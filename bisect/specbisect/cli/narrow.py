@@ -103,7 +103,8 @@ def command(
     ):
         check_hosts([store.case(key).cell.host_class], where)
         try:
-            found = narrow_case(store, workers, key, request, bar.show)
+            with output.going_on(directory):
+                found = narrow_case(store, workers, key, request, bar.show)
         except NotReproduced as error:
             again = f"specbisect diagnose {directory} --case {key} --again"
             raise type(error)(error.seen, f"diagnose it anew: {again}") from None

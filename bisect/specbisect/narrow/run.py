@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specbisect.cell import Case, Prompt, Scripted
 from specbisect.diagnose import run as diagnosis
-from specbisect.diagnose.finding import Finding, Label
+from specbisect.diagnose.finding import Finding
 from specbisect.errors import BadInput
 from specbisect.llama import files
 from specbisect.narrow import explain
@@ -22,9 +22,6 @@ from specbisect.narrow.weights import FromBase
 from specbisect.runner import Submit
 from specbisect.store import Store
 from specbisect.trace import Failure, Trace
-
-NOTHING: frozenset[Label] = frozenset({"none", "unexplained"})
-"""Labels that say of no difference what it is."""
 
 Show = Callable[[Gate], None]
 
@@ -88,15 +85,31 @@ def narrow_case(
 
 
 def _finding(store: Store, workers: Submit, key: str) -> Finding:
-    if not store.findings(key):
-        audit = diagnosis.Request(audit=True)
-        diagnosis.diagnose(store, workers, audit, wanted=lambda row: row.id == key)
-    texts = store.findings(key)
-    if not texts:
+    """The latest finding on a case, else a new one, which is kept if there is anything to find."""
+    if texts := store.findings(key):
+        return Finding.model_validate_json(texts[-1])
+    audit, rows = diagnosis.Request(audit=True), list(store.rows())
+    chosen = [row for row in diagnosis.select(rows, audit.audit) if row.id == key]
+    if not chosen:
         raise BadInput(
             f"case {key[:8]} failed or is invalid, so there is no finding to narrow; choose another"
         )
-    return Finding.model_validate_json(texts[-1])
+    coordinator = diagnosis.Coordinator(store, workers, audit, diagnosis.siblings(rows))
+    (finding,) = coordinator.findings(chosen)
+    if finding.label != "none":
+        store.save_finding(key, finding.model_dump_json(by_alias=True))
+    return finding
+
+
+def nothing_to_narrow(finding: Finding) -> str:
+    """Why a finding cannot be narrowed, empty when it can."""
+    case = f"case {finding.case.key[:8]}"
+    if isinstance(finding.speculative, Failure):
+        return f"{case} failed, so there is no difference to narrow"
+    return {
+        "none": f"{case} shows no difference, so there is none to narrow",
+        "unexplained": f"the difference of {case} is unexplained, so there is no cause to narrow it by",
+    }.get(finding.label, "")
 
 
 def narrow(
@@ -137,10 +150,9 @@ def narrow(
 
 def _speculative(finding: Finding) -> Trace:
     """The speculative arm of a finding that can be narrowed."""
-    if finding.label in NOTHING or isinstance(finding.speculative, Failure):
-        raise BadInput(
-            f"case {finding.case.key[:8]} is {finding.label}: a smaller case would have nothing to show; choose another"
-        )
+    if reason := nothing_to_narrow(finding):
+        raise BadInput(f"{reason}; choose another")
+    assert isinstance(finding.speculative, Trace)
     return finding.speculative
 
 
