@@ -240,7 +240,8 @@ class Cluster:
 
     def _connect(self) -> Client:
         try:
-            get_address_host_port(self._address)  # a client that cannot read it ends with a traceback
+            # A client that cannot read its address ends in a traceback of its own.
+            get_address_host_port(self._address)
             return Client(self._address, timeout=CONNECT_S, set_as_default=False)
         except (OSError, OverflowError, ValueError, TypeError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
