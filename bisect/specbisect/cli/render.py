@@ -122,7 +122,7 @@ def legend(cells: Sequence[CellRows]) -> Iterator[str]:
         )
     if causes := Counter(row.label for row in rows if row.label is not None):
         each = ", ".join(f"{count} {label}" for label, count in sorted(causes.items()))
-        yield f"Causes, by experiment: {each} (`specbisect show DIR --cases` has the evidence)."
+        yield f"Causes, by experiment: {each}."
     if any(c.rollback_untested for c in cells):
         yield f"{UNTESTED} no drafted token was rejected: rollback was not tested."
     if verdicts.count("unexercised"):

@@ -210,11 +210,11 @@ class _Bar:
     def show(self, summary: "Summary") -> None:
         """Show how far the run is."""
         if self._bar.disable:
-            if time.monotonic() >= self._said + _LINE_S:
-                self._said = time.monotonic()
+            if (now := time.monotonic()) >= self._said + _LINE_S:
+                self._said = now
                 output.note(
                     f"{summary.done} of {self._total} cases, "
-                    f"{summary.forks} forks, {summary.failures} failed so far"
+                    f"forks {summary.forks}, failed {summary.failures}"
                 )
             return
         self._bar.initial = summary.resumed
