@@ -2,9 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,7 +22,7 @@ from specbisect.cmdline import issue_file
 from specbisect.diagnose.finding import Evidence
 from specbisect.errors import BadInput
 from specbisect.fault import Fault
-from specbisect.report import case, file, hardware, planted, subject
+from specbisect.report import capsule, case, file, hardware, planted, subject
 from specbisect.report.scrub import Scrubber
 from specbisect.trace import Cycle, Failure
 
@@ -124,6 +129,53 @@ def test_the_issue_says_how_both_models_are_made_and_from_what() -> None:
         wanted = f"SmolLM2.gguf SmolLM2.{quant}.gguf {quant}  {base}"
         assert f"llama-quantize --allow-requantize {wanted}" in issue
     assert "llama-quantize" not in files(finding())["issue.md"]
+
+
+def test_the_issue_explains_the_words_it_uses() -> None:
+    issue = files(finding())["issue.md"]
+    assert "- *envelope*: how much" in issue
+    assert "- *accumulated*: that is not enough" in issue
+    assert "- *at-fork*" not in issue
+    assert "- *" not in files(finding("state", evidence=()))["issue.md"]
+
+
+@pytest.mark.parametrize("name", ["repro.py", "op_repro.py"])
+def test_programs_explain_themselves_and_bear_a_closed_pipe(name: str, tmp_path: Path) -> None:
+    node = SimpleNamespace(result=SimpleNamespace(ne=(1,)))
+    operation: Any = SimpleNamespace(
+        described=lambda: "ADD()", node=node, block=None, departs=[2], faithful=True
+    )
+    text = files(finding())["repro.py"] if name == "repro.py" else capsule.text(operation)
+    (tmp_path / name).write_text(text)
+    command = [sys.executable, str(tmp_path / name), "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stderr) == (125, "")
+    assert f"python {name} " in shown.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    closed = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (closed.returncode, closed.stderr) == (125, b"")
+
+
+def test_the_shell_program_names_a_server_that_ends_in_silence(tmp_path: Path) -> None:
+    found = finding()
+    for arm in (found.vanilla, found.speculative):
+        object.__setattr__(arm, "provenance", {"host": HOST})  # any file is the model
+    case.write(tmp_path, files(found))
+    (tmp_path / "model.gguf").touch()
+    server = shutil.which("true")
+    assert server is not None
+    shown = subprocess.run(
+        ["bash", "repro.sh", "model.gguf", "model.gguf"],
+        cwd=tmp_path,
+        env={**os.environ, "LLAMA_SERVER": server, "PORT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 125
+    assert f"{server} ended: it printed nothing" in shown.stdout
 
 
 def test_the_width_upstream_is_told_is_that_of_the_traced_batch() -> None:

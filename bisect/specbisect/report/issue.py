@@ -24,6 +24,14 @@ PROMPT_CHARACTERS, PROMPT_IDS = 4000, 600
 LOG_LINES, LOG_CHARACTERS = 40, 4000
 DATA_CHARACTERS = 12_000
 
+TERMS = {
+    "envelope": "how much the difference of the two best logits changes between batch widths, measured for this target",
+    "at-fork": "the verify batch alone, after a history evaluated row by row, gives the other token",
+    "accumulated": "that is not enough: earlier batches of other widths have left other rounding in the KV cache",
+    "contract": "llama.cpp does not promise the same bits at every batch width, so neither result breaks a promise",
+}
+"""Words of results that a reader may not know, and what they mean."""
+
 Rows = list[tuple[object, ...]]
 
 
@@ -44,6 +52,7 @@ def issue(about: Subject, original: Subject, python: Script, shell: Script) -> s
         result=[*_result(about), *_envelope(about, original)],
         around=_around(about),
         experiments=[(e.experiment, e.run, e.outcome) for e in finding.evidence],
+        terms=_terms(about),
         data=_data(about),
         acceptance=_acceptance(about),
         arms=_arms(about),
@@ -281,6 +290,14 @@ def _files(about: Subject) -> str:
     cell = about.finding.case.cell
     draft = getattr(cell.drafter, "model", None)
     return " ".join(model_file(m) for m in (cell.target, draft) if m)
+
+
+def _terms(about: Subject) -> list[tuple[str, str]]:
+    """Those of `TERMS` that this finding uses."""
+    finding = about.finding
+    used = [finding.kind, finding.summary]
+    used += [f"{e.experiment} {e.outcome}" for e in finding.evidence]
+    return [(term, words) for term, words in TERMS.items() if term in " ".join(used)]
 
 
 def _data(about: Subject) -> str:

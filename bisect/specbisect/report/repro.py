@@ -84,8 +84,8 @@ _WITHOUT = {
 
 def _modules(about: Subject, program: str) -> list[str]:
     """What of the standard library a program imports."""
-    used = ["hashlib", "sys"]
-    used += [] if program == "binding" else ["ctypes", "os"]
+    used = ["hashlib", "os", "sys"]
+    used += [] if program == "binding" else ["ctypes"]
     used += ["subprocess"] if program == "repeats" else []
     return sorted([*used, "json"] if about.redacted else used)
 
