@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from distributed import Client, KilledWorker
-from distributed.comm import get_address_host_port
+from distributed.comm.addressing import get_address_host_port
 from distributed.comm.core import CommClosedError
 
 from specbisect.cluster import files, node
