@@ -251,6 +251,14 @@ def test_the_command_writes_what_it_lists(
             report(*wrong)
 
 
+def test_cells_of_another_setting_are_another_row(tmp_path: Path) -> None:
+    cases = list(fakes.plan(quants=1, drafters=1, prompts=("",) * 2))
+    narrow = [replace(c, cell=replace(c.cell, n_ubatch=4)) for c in cases]
+    with Store.create(tmp_path / "run", "plan", {}) as made:
+        fill(made, iter(cases + narrow))
+        assert run.read(made, CLEAN).targets == ["Q0, n_ubatch 512", "Q0, n_ubatch 4"]
+
+
 def test_only_a_difference_is_reported_and_into_a_directory_with_a_name(
     store: Store, tmp_path: Path
 ) -> None:

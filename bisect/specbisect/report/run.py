@@ -62,7 +62,7 @@ _LABEL = re.compile(r'"label": ?"([a-z-]+)"')  # inside a text the quotes would 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One case: its row, what it comes to, and what tables call its target."""
+    """One case: its row, what it comes to, and what tables call its target and the axes that vary in the run."""
 
     row: Row
     verdict: str
@@ -187,12 +187,14 @@ def read(store: Store, scrubber: Scrubber | None = None) -> Run:
     findings: dict[str, str] = {}
     rows = [_scrubbed(row, clean) for row in store.rows()]
     several = len({row.target for row in rows}) > 1
+    axes = [name for name in AXES if len({getattr(row.cell, name) for row in rows}) > 1]
     entries = []
     groups: dict[tuple[str, tuple[str, int]], Group] = {}
     for row in rows:
         if stored := store.findings(row.id):
             findings[row.id] = stored[-1]
         target = f"{row.target} {row.quant}" if several and row.target != row.quant else row.quant
+        target = ", ".join([target, *(clean.text(f"{n} {getattr(row.cell, n)}") for n in axes)])
         entry = Entry(row, _verdict(row, findings.get(row.id, "")), target)
         entries.append(entry)
         drafter = row.drafter, row.n_max
