@@ -134,7 +134,7 @@ def test_the_issue_says_how_both_models_are_made_and_from_what() -> None:
 def test_the_issue_explains_the_words_it_uses() -> None:
     issue = files(finding())["issue.md"]
     assert "- *envelope*: how much" in issue
-    assert "- *accumulated*: that is not enough" in issue
+    assert "- *accumulated*: the batch alone does not" in issue
     assert "- *at-fork*" not in issue
     assert "- *" not in files(finding("state", evidence=()))["issue.md"]
 
