@@ -302,12 +302,8 @@ class Store:
 
     def end_trial(self, search: str, candidate: str, result: str) -> None:
         """Enter the result (JSON) of a trial that has begun."""
-        self._execute(
-            "UPDATE trials SET result = ? WHERE search = ? AND candidate = ?",
-            result,
-            search,
-            candidate,
-        )
+        sql = "UPDATE trials SET result = ? WHERE search = ? AND candidate = ?"
+        self._execute(sql, result, search, candidate)
 
     def trials(self, search: str) -> tuple[TrialRecord, ...]:
         """The journal of a search, in the order in which its trials were first begun."""
