@@ -26,7 +26,7 @@ DATA_CHARACTERS = 12_000
 
 TERMS = {
     "envelope": "how much the difference of the two best logits changes between batch widths, measured for this target",
-    "at-fork": "whether the verify batch alone, on a history of single rows, gives the other token; as a cause, it does",
+    "at-fork": "whether the verify batch alone, on a history of single rows, gives the other token; as cause: it does",
     "accumulated": "the batch alone does not: earlier batches of other widths have left other rounding in the KV cache",
     "contract": "llama.cpp does not promise the same bits at every batch width, so neither result breaks a promise",
 }
