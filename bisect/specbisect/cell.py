@@ -276,7 +276,8 @@ class Cell:
 
 def _drafter_problems(engine: EngineName, drafter: Drafter) -> Iterator[str]:
     if engine not in DRAFTER_ENGINES[drafter.method]:
-        yield f"drafter {drafter_label(drafter)} does not exist in engine {engine}"
+        others = " or ".join(sorted(DRAFTER_ENGINES[drafter.method]))
+        yield f"drafter {drafter_label(drafter)} does not exist in engine {engine}; set engine to {others}"
     if drafter.n_max < 1 and not isinstance(drafter, Scripted):
         yield f"drafter {drafter_label(drafter)} may draft {drafter.n_max} tokens; allow at least 1"
     if isinstance(drafter, DraftModel) and drafter.n_min > drafter.n_max:

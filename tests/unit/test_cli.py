@@ -449,3 +449,18 @@ def test_an_interrupted_diagnosis_says_that_it_goes_on(
     )
     assert run("diagnose runs/matrix --audit") == (130, "", kept)
     assert run(f"narrow runs/matrix --case {key}") == (130, "", kept)
+
+
+def test_a_check_of_other_things_is_refused_unless_fresh(place: Path, run: Run) -> None:
+    line = "check -m base.gguf --drafter self -t 1 -p Once -o kept -n"
+    assert run(f"{line} 4")[0] == 0
+    code, out, err = run(f"{line} 5")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: kept holds 1 case of another matrix (")
+    assert err.endswith("; choose another directory, or --fresh to discard them\n")
+    assert run(f"{line} 5 --fresh")[0] == 0
+
+
+def test_crowding_is_mended_by_what_can_be_changed(place: Path, run: Run) -> None:
+    err = run("run matrix.toml --jobs 9999")[2]
+    assert re.search(r"9999 jobs with 1 thread each crowd (\d+) cores; --jobs \1 is no slower", err)

@@ -264,7 +264,7 @@ def test_another_plan_is_refused_with_what_differs_unless_fresh(tmp_path):
     with pytest.raises(BadInput) as refused:
         Store.create(tmp_path, "plan-2", changed)
     assert str(refused.value) == (
-        f"{tmp_path} holds 1 cases of another matrix (n_predict: 96 → 64; target.quants:"
+        f"{tmp_path} holds 1 case of another matrix (n_predict: 96 → 64; target.quants:"
         ' ["BF16", "Q8_0"] → ["BF16"]); choose another directory, or --fresh to discard them'
     )
     with Store.create(tmp_path, "plan-1", MATRIX) as store:

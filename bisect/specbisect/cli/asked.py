@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbisect.cell import AXES, Prompt
-from specbisect.cli.flags import plain
-from specbisect.errors import BadInput
+from specbisect.cell import AXES, DRAFTERS, Prompt
+from specbisect.cli.flags import METHODS, of_drafter, plain
+from specbisect.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
     from specbisect.cmdline import CommandLine, Report
@@ -46,7 +46,7 @@ class Asked:
         )
 
     def tables(self) -> dict[str, Any]:
-        """A matrix without a target. Raises `BadInput` when there is no drafter."""
+        """A matrix without a target. Raises `BadInput` when there is no drafter, or not all of it."""
         table = dict(self.drafter)
         if "method" not in table:
             if self.draft is None:
@@ -54,7 +54,24 @@ class Asked:
             table["method"] = "draft-model"
         if self.draft is not None:
             table["model"] = str(self.draft.absolute())
+        _check_drafter(table)
         return {"schema": "specbisect.matrix/1", "drafter": [table]}
+
+
+def _check_drafter(table: Mapping[str, Any]) -> None:
+    method = table["method"]
+    if method not in METHODS:
+        raise BadInput(f"--drafter {method} is unknown{did_you_mean(method, METHODS)}")
+    known = {f.name: f for f in fields(DRAFTERS[method])}
+    for name in table:
+        if name not in known:
+            longest = "; its longest draft is --size-m" if name == "n_max" else ""
+            others = ", ".join(of_drafter(n) for n in known if n not in ("method", "args"))
+            raise BadInput(
+                f"drafter {method} has no {of_drafter(name)}{longest}; choose one of {others}"
+            )
+    if "model" in known and known["model"].default is not None and "model" not in table:
+        raise BadInput(f"drafter {method} needs a draft model; add -md FILE")
 
 
 def from_line(text: str, maps: Maps) -> Asked:

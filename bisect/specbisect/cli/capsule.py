@@ -126,7 +126,7 @@ def _of_run(directory: Path, key: str | None) -> "Finding":
 
     if key is None:
         raise BadInput(
-            f"{directory} holds many cases; add --case ID, as `specbisect show` lists them"
+            f"{directory} holds many cases; add --case ID, as `specbisect show {directory} --cases` lists them"
         )
     with Store.open(directory) as store:
         case = store.case(key)

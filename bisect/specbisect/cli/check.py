@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     type=options.PATH,
     help="Keep the run there, for narrow and report.  [default: kept nowhere]",
 )
+@click.option("--fresh", is_flag=True, help="Discard what that directory holds.")
 @click.option("--diagnose", is_flag=True, help="Find the cause, also when the arms agree.")
 @click.option("--narrow", is_flag=True, help="Then find the smallest case with that cause.")
 @options.timeout
@@ -146,14 +147,20 @@ def _flags(given: dict[str, Any]) -> Asked:
 def _plan(asked: Asked) -> "Plan":
     """A plan of the one case that is asked for, checked as far as can be without running it."""
     from specbisect.cli.run import check
-    from specbisect.matrix import Overrides, build
+    from specbisect.matrix import Impossible, Overrides, build
 
     if asked.target is None:
         raise BadInput("no target is given; add -m FILE")
     if asked.prompt is None:
         raise BadInput("no prompt is given; add --prompt TEXT or --prompt-file FILE")
     overrides = Overrides(targets=(asked.target,), prompts=(asked.prompt,), axes=asked.axes)
-    plan = build(asked.tables(), overrides, source="check")
+    tables = asked.tables()
+    try:
+        plan = build(tables, overrides, source="check")
+    except Impossible as error:
+        raise BadInput(error.reason) from None
+    except BadInput as error:
+        raise BadInput(flags.in_flags(str(error))) from None
     if plan.count() != 1:
         raise BadInput(
             f"these flags make {plan.count()} cells, and check runs one; give single values, or write a matrix"
@@ -172,7 +179,7 @@ def _run(plan: "Plan", directory: Path, given: dict[str, Any]) -> Found:
     from specbisect.workers import Workers
 
     (case,) = plan.cases()
-    with Store.create(directory, plan.digest, plan.resolved()) as store:
+    with Store.create(directory, plan.digest, plan.resolved(), fresh=given["fresh"]) as store:
         with Workers(1, given["timeout"]) as workers:
             run([case], store, workers)
         vanilla = store.arm(case.vanilla.key)

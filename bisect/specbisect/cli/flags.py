@@ -3,6 +3,7 @@
 Each has the name it has in matrix files and, where there is one, llama.cpp's own.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
@@ -29,6 +30,9 @@ LLAMA_CPP: Mapping[str, tuple[str, ...]] = {
 }
 """llama.cpp's options for axes; those of switches have a ``--no-`` form too."""
 
+METHODS = tuple(method for method in DRAFTERS if method != "scripted")
+"""Drafters that flags can describe; no flag can hold the drafts of a scripted one."""
+
 _OWN = ("method", "model", "args")
 _AXIS, _PARAMETER = "axis_", "parameter_"
 
@@ -36,6 +40,17 @@ _AXIS, _PARAMETER = "axis_", "parameter_"
 def flag(name: str) -> str:
     """``--n-batch`` for ``n_batch``."""
     return f"--{name.replace('_', '-')}"
+
+
+def of_drafter(name: str) -> str:
+    """The option for a parameter of a drafter; for a cache type of the draft model, ``--draft-type-k``."""
+    return "-md" if name == "model" else flag(f"draft_{name}" if name in AXES else name)
+
+
+def in_flags(text: str) -> str:
+    """A message about a matrix that was made of flags, with the flag in the place of the key that it blames."""
+    text = re.sub(r"^check: drafter\[0\]\.(\w+)", lambda found: of_drafter(found[1]), text)
+    return re.sub(r"^--set: (\w+)(?= = )", lambda found: flag(found[1]), text)
 
 
 def axes(command: Any) -> Any:
@@ -61,16 +76,16 @@ def axes(command: Any) -> Any:
 
 
 def parameters(command: Any) -> Any:
-    """An option for each parameter of a drafter; a cache type of the draft model is ``--draft-type-k``."""
+    """An option for each parameter of a drafter."""
     known: dict[str, tuple[Any, list[str]]] = {}
-    for method, kind in DRAFTERS.items():
+    for method in METHODS:
+        kind = DRAFTERS[method]
         for f in fields(kind):
-            if f.name not in _OWN and method != "scripted":  # whose drafts no flag can hold
+            if f.name not in _OWN:
                 known.setdefault(f.name, (get_type_hints(kind)[f.name], []))[1].append(method)
     for name, (kind, methods) in reversed(known.items()):
-        long = flag(f"draft_{name}" if name in AXES else name)
         option = click.option(
-            long,
+            of_drafter(name),
             f"{_PARAMETER}{name}",
             type=kind if kind in (int, float) else str,
             help=f"Of drafter {', '.join(methods)}.",

@@ -163,10 +163,14 @@ def _warn_of_crowding(plan: "Plan", jobs: int) -> None:
 
     threads = max(n or cores() for block in plan.blocks for n in block.axes["n_threads"])
     if jobs > 1 and jobs * threads > cores():
-        fair = max(1, cores() // jobs)
+        fair = cores() // jobs
+        mend = (
+            f"--set n_threads={fair} is faster, though another thread count is another configuration"
+            if fair
+            else f"--jobs {max(1, cores() // threads)} is no slower"
+        )
         output.note(
-            f"{jobs} jobs with {threads} threads each crowd {cores()} cores; --set n_threads={fair} is faster, "
-            "though another thread count is another configuration"
+            f"{jobs} jobs with {threads} thread{'s' if threads != 1 else ''} each crowd {cores()} cores; {mend}"
         )
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 from specbisect.errors import BadInput, did_you_mean
 from specbisect.matrix.building import Overrides, build, load
 from specbisect.matrix.plan import Plan, label, matches
+from specbisect.matrix.product import Impossible
 from specbisect.matrix.schema import json_schema
 from specbisect.matrix.vocabularies import validate_drafters, validate_prompts
 
 __all__ = [
+    "Impossible",
     "Overrides",
     "Plan",
     "build",

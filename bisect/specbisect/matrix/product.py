@@ -133,10 +133,18 @@ class Counts(NamedTuple):
     duplicates: int
 
 
+class Impossible(BadInput):
+    """A cell that cannot run; `reason` is why, without how a matrix leaves such cells out."""
+
+    def __init__(self, source: str, reason: str, mend: str) -> None:
+        super().__init__(f"{source}: {reason}; {mend}")
+        self.reason = reason
+
+
 def check(blocks: Sequence[Block], source: str) -> Counts:
     """Look at every cell once.
 
-    Raises `BadInput` for the first that cannot run and is not excluded, and when none is left. `source` is what the
+    Raises `Impossible` for the first that cannot run and is not excluded, `BadInput` when none is left. `source` is what the
     message calls the matrix.
     """
     cells = pruned = 0
@@ -145,7 +153,7 @@ def check(blocks: Sequence[Block], source: str) -> Counts:
         pruned += len(group.pruned)
         for cell in group.cells:
             for reason in cell.problems():
-                raise BadInput(f"{source}: {reason}; {_mend(cell, reason)}")
+                raise Impossible(source, reason, _mend(cell, reason))
     if not cells:
         raise BadInput(f"{source}: no cell is left; add a [[drafter]] or relax [[exclude]]")
     return Counts(cells, pruned, sum(block.asked for block in blocks) - cells - pruned)

@@ -235,7 +235,9 @@ class Store:
         )
         if len(found) != 1:
             wrong = "more than one case begins with" if found else "no finished case is called"
-            raise BadInput(f"{wrong} {key!r} in {self.path}; `specbisect show` lists them")
+            raise BadInput(
+                f"{wrong} {key!r} in {self.path}; `specbisect show {self.path} --cases` lists them"
+            )
         ((cell, prompt),) = found
         with directory.faults(self.path):
             return Case(_CELL.validate_json(cell), _PROMPT.validate_json(prompt))
@@ -384,9 +386,9 @@ class Store:
         if stored == plan:
             return
         changes = directory.changes(self.matrix(), json.loads(json.dumps(resolved)))
-        reason = changes or "it makes other cases of the same settings"
+        count, reason = self.count(), changes or "it makes other cases of the same settings"
         raise BadInput(
-            f"{self.path} holds {self.count()} cases of another matrix ({reason});"
+            f"{self.path} holds {count} case{'s' if count != 1 else ''} of another matrix ({reason});"
             " choose another directory, or --fresh to discard them"
         )
 
