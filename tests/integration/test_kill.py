@@ -200,7 +200,7 @@ def test_the_command_goes_on_after_every_kill_and_finds_the_same(tmp_path, tiny_
         children = spawned(run.pid)
         run.send_signal(number)
         said = run.communicate()[1]
-        assert run.returncode == (130 if number == signal.SIGINT else -number)
+        assert run.returncode == (-number if number == signal.SIGKILL else 130)
         assert "Traceback" not in said
         assert psutil.wait_procs(children, timeout=10)[1] == []
         so_far = found(directory)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from specbisect import cli
@@ -464,3 +465,25 @@ def test_a_check_of_other_things_is_refused_unless_fresh(place: Path, run: Run) 
 def test_crowding_is_mended_by_what_can_be_changed(place: Path, run: Run) -> None:
     err = run("run matrix.toml --jobs 9999")[2]
     assert re.search(r"9999 jobs with 1 thread each crowd (\d+) cores; --jobs \1 is no slower", err)
+
+
+def test_a_run_that_is_terminated_ends_its_children_and_says_that_it_goes_on(place: Path) -> None:
+    matrix = MATRIX.replace("n_predict = 8", "n_predict = 2000")
+    (place / "matrix.toml").write_text(matrix)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    line = [sys.executable, "-m", "specbisect", "run", "matrix.toml", "-o", "kept", "--set"]
+    process = subprocess.Popen(
+        [*line, "n_ctx=4096"], env=env, cwd=place, stderr=subprocess.PIPE, text=True
+    )
+    begun = place / "kept" / "run.sqlite"
+    children: list[psutil.Process] = []
+    while len(children) < 2:  # the worker, and what tracks its semaphores
+        assert process.poll() is None
+        children = psutil.Process(process.pid).children() if begun.exists() else []
+    process.terminate()
+    err = process.communicate()[1]
+    assert process.returncode == 130
+    assert (
+        err == "interrupted; what has ended is kept in kept; the same command goes on from there\n"
+    )
+    assert not psutil.wait_procs(children, timeout=60)[1]

@@ -5,6 +5,7 @@ Each command is a module here with a click command called `command`. A command t
 """
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -83,7 +84,12 @@ def cli(debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; the one place where an error becomes a line and an exit code."""
     _open_streams()
+    signal.signal(signal.SIGTERM, _interrupt)  # so that child processes are ended, and not lost
     sys.exit(_exit_code(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _open_streams() -> None:
