@@ -11,8 +11,8 @@ from specbisect.cli.screen import screened
 from specbisect.diagnose import run as diagnosing
 from specbisect.diagnose.finding import Finding
 from specbisect.matrix import Overrides, Plan, find, load
-from specbisect.narrow.run import NOTHING, narrow_case
 from specbisect.narrow.run import Request as Narrow
+from specbisect.narrow.run import narrow_case, nothing_to_narrow
 from specbisect.runner import run
 from specbisect.store import Store
 from specbisect.trace import Trace
@@ -90,7 +90,7 @@ def diagnosis(threads: int, part: float) -> Iterator[Found]:
         diagnosing.diagnose(store, workers, diagnosing.Request(audit=True))
         known = {finding.case.key for finding in found}
         yield from passes("audit", [f for f in findings(store) if f.case.key not in known], None)
-        forks = [finding for finding in found if finding.label not in NOTHING]
+        forks = [finding for finding in found if not nothing_to_narrow(finding)]
         if forks:
             key = forks[0].case.key
             narrowed = narrow_case(store, workers, key, Narrow(trials=TRIALS)).narrowed

@@ -1,5 +1,6 @@
 """What is installed is `specbisect` and nothing else, and the directory name `bisect` hides nothing."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -88,3 +89,8 @@ def test_every_requirement_is_pinned_at_a_version_it_admits() -> None:
         if name not in seen:
             seen.add(name)
             pending += requires(name) or []
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
+def test_every_script_imports_what_is_there(script: str) -> None:
+    importlib.import_module(script)
