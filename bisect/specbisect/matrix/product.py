@@ -144,8 +144,8 @@ class Impossible(BadInput):
 def check(blocks: Sequence[Block], source: str) -> Counts:
     """Look at every cell once.
 
-    Raises `Impossible` for the first that cannot run and is not excluded, `BadInput` when none is left. `source` is what
-    the message calls the matrix.
+    Raises `Impossible` for the first that cannot run and is not excluded, `BadInput` when none is left. `source` is
+    what the message calls the matrix.
     """
     cells = pruned = 0
     for group in groups(blocks):
