@@ -66,7 +66,7 @@ def case(tiny_models: Callable[..., Path]) -> Callable[..., Case]:
     return make
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     ("rule", "axes", "minimum"),
     [
