@@ -249,7 +249,9 @@ def test_more_resources_than_any_worker_has_are_refused(workers):
 def test_a_scheduler_without_workers_is_refused(monkeypatch):
     monkeypatch.setattr(client, "CONNECT_S", 1.0)
     with (
-        LocalCluster(n_workers=0, dashboard_address=":0", processes=False) as empty,
+        LocalCluster(
+            n_workers=0, dashboard_address=":0", processes=False, protocol="tcp://"
+        ) as empty,
         pytest.raises(BadInput, match="has no worker"),
     ):
         Cluster(empty.scheduler_address)

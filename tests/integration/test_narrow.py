@@ -99,7 +99,7 @@ def test_a_finding_of_nothing_is_refused(
     tiny_models: Callable[..., Path], workers: Workers
 ) -> None:
     nothing = found(tiny_models, None).model_copy(update={"label": "none"})
-    with pytest.raises(BadInput, match="nothing to show"):
+    with pytest.raises(BadInput, match="none to narrow"):
         narrow(nothing, workers, Request())
 
 

@@ -107,8 +107,8 @@ def test_the_profile_of_a_real_target(ladder: Callable[[str], Path], tmp_path: P
     assert code == (0 if target["departs"] is None else 1)
     assert target["line"].startswith("bit-identical for widths 1")
     for at in target["profile"]["widths"]:
-        same = at["identical"] == at["envelope"]["rows"]
-        assert same or target["departs"] <= at["envelope"]["width"]
+        same = at["identical"] == at["rows"]
+        assert same or target["departs"] <= at["width"]
     html = page.read_text()
     assert target["line"].split("×")[0] in html
     assert html.count('<td style="--share:') >= 4 * 31 or target["departs"] is None
