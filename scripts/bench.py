@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import bench_by_hand
 import bench_growth
 import bench_passes
 import fetch_model
+from bench_passes import seconds
 from specbisect.cell import Case, Cell, Model, Prompt
 from specbisect.engines.libllama import LibLlama
 from specbisect.llama import library, quantize
@@ -100,11 +101,6 @@ def vanilla(asked: Asked) -> Iterator[Measurement]:
     engine = LibLlama()
     model = engine.models.get(cell.target, cell)
     prompt = list(model.vocab.tokenize(TEXT))
-
-    def seconds(call: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
 
     assert len(bare(model, prompt, asked.threads)) == len(
         engine.run(case).ids

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fetch_model
 import llama_build
+from bench_growth import Found
 from specbisect.cell import Cell, DraftModel, NgramSimple
 from specbisect.llama import library
 from specbisect.matrix import Overrides, Plan, load
@@ -54,9 +55,6 @@ size_n = [2, 3]
 size_m = [2, 3, 5, 7]
 """
 """Sixty cells."""
-
-Found = tuple[str, float, float | None, float | None]
-"""What was measured, its value, and the least and the most it should be."""
 
 SCRIPT = """\
 #!/usr/bin/env bash

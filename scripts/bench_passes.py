@@ -4,9 +4,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fetch_model
+from bench_growth import Found
 from specbisect.cli.screen import screened
 from specbisect.diagnose import run as diagnosing
 from specbisect.diagnose.finding import Finding
@@ -21,12 +23,10 @@ from specbisect.workers import Workers
 PROMPTS = 5
 TRIALS = 150
 
-Found = tuple[str, float, float | None, float | None]
-"""What was measured, its value, and the least and the most it should be."""
 
-
-def demo(threads: int, part: float) -> Plan:
-    """The demo matrix on SmolLM2, or a part of its prompts, with its files made."""
+@contextmanager
+def demo(threads: int, part: float) -> Iterator[tuple[Plan, Store, Workers]]:
+    """The demo matrix on SmolLM2, or a part of its prompts, with its files made; a run for it, and one worker."""
     plan = load(
         find("demo"),
         Overrides(
@@ -36,7 +36,12 @@ def demo(threads: int, part: float) -> Plan:
         ),
     )
     plan.prepare()
-    return plan
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Store.create(Path(scratch) / "run", plan.digest, plan.resolved()) as store,
+        Workers(1) as workers,
+    ):
+        yield plan, store, workers
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -48,12 +53,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def screening(threads: int, part: float) -> Iterator[Found]:
     """What it costs to tell which cases of the demo matrix can fork, by running them all."""
-    plan = demo(threads, part)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Store.create(Path(scratch) / "run", plan.digest, plan.resolved()) as store,
-        Workers(1) as workers,
-    ):
+    with demo(threads, part) as (plan, store, workers):
         began = time.perf_counter()
         screen = screened(plan, workers)
         looked = time.perf_counter() - began
@@ -69,12 +69,7 @@ def screening(threads: int, part: float) -> Iterator[Found]:
 
 def diagnosis(threads: int, part: float) -> Iterator[Found]:
     """The cost of a finding in vanilla passes of its case, by decode calls; narrowing is that of one fork."""
-    plan = demo(threads, part)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Store.create(Path(scratch) / "run", plan.digest, plan.resolved()) as store,
-        Workers(1) as workers,
-    ):
+    with demo(threads, part) as (plan, store, workers):
         run(plan.cases(), store, workers)
         took = seconds(lambda: diagnosing.diagnose(store, workers, diagnosing.Request()))
         found = findings(store)

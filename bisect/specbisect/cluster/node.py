@@ -160,8 +160,8 @@ def _watch(worker: Worker) -> None:
     def end_them() -> None:
         while worker.status not in _ENDING:
             time.sleep(POLL_S)
-            _close(lambda session: session.idle)
-        _close(lambda _: True)
+            _close(lambda _, session: session.idle)
+        _close(lambda *_: True)
 
     threading.Thread(target=end_them, daemon=True, name="worker watch").start()
 
@@ -175,14 +175,13 @@ def _forget_thread_counts() -> None:
 
 def close(session: str) -> None:
     """End what still runs for that coordinator, and its child processes."""
-    with _lock:
-        found = _sessions.pop(session, None)
-    if found is not None:
-        found.children.__exit__()
+    _close(lambda name, _: name == session)
 
 
-def _close(wanted: Callable[[_Session], bool]) -> None:
+def _close(wanted: Callable[[str, _Session], bool]) -> None:
     with _lock:
-        gone = [_sessions.pop(name) for name, session in list(_sessions.items()) if wanted(session)]
+        gone = [
+            _sessions.pop(name) for name, found in list(_sessions.items()) if wanted(name, found)
+        ]
     for session in gone:
         session.children.__exit__()

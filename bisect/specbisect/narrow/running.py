@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from specbisect.cell import CASE, Case
 from specbisect.diagnose.finding import Finding
@@ -42,11 +43,10 @@ class Trials:
 
     def examine(self, case: Case) -> Finding:
         """The finding on `case`, stored as text and loaded again, in a fresh process. Raises `EngineFault`."""
-        loaded = CASE.validate_json(CASE.dump_json(case))
-        found = self._examined(loaded)
-        if found.kind == NEEDS_REFERENCE:
-            self._references[case.cell.target.identity] = dequantised(case.cell.target.path)
-            found = self._examined(loaded)
+        found = self._ask(CASE.validate_json(CASE.dump_json(case)), child.call, examined)
+        if isinstance(found, Failure):
+            raise EngineFault(found.stage, found.reason)
+        assert isinstance(found, Finding)
         return found
 
     def tidy(self) -> None:
@@ -57,22 +57,20 @@ class Trials:
                 recipe.path.unlink(missing_ok=True)
                 del self._mixed[identity]
 
-    def _examined(self, case: Case) -> Finding:
-        found = self.workers.submit(child.call, examined, case, self._how(case)).result()
-        if isinstance(found, Failure):
-            raise EngineFault(found.stage, found.reason)
-        assert isinstance(found, Finding)
-        return found
-
     def _look(self, case: Case) -> Seen:
-        seen = self.workers.submit(look, case, self._how(case)).result()
-        if isinstance(seen, Seen) and seen.kind == NEEDS_REFERENCE:
-            self._references[case.cell.target.identity] = dequantised(case.cell.target.path)
-            seen = self.workers.submit(look, case, self._how(case)).result()
+        seen = self._ask(case, look)
         if isinstance(seen, Failure):
             return Seen("failed", reason=f"{seen.stage}: {seen.reason}")
         assert isinstance(seen, Seen)
         return seen
+
+    def _ask(self, case: Case, *call: Callable[..., Any]) -> Finding | Seen | Failure:
+        """What a worker says of `case`; asked again with a float32 copy of the target where that takes one."""
+        found: Finding | Seen | Failure = self.workers.submit(*call, case, self._how(case)).result()
+        if not isinstance(found, Failure) and found.kind == NEEDS_REFERENCE:
+            self._references[case.cell.target.identity] = dequantised(case.cell.target.path)
+            found = self.workers.submit(*call, case, self._how(case)).result()
+        return found
 
     def _how(self, case: Case) -> Look:
         return replace(self.how, reference=self._references.get(case.cell.target.identity))
